@@ -1,0 +1,52 @@
+"""ds_report."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import torch
+
+from deepspeed import env_report
+from deepspeed.ops.op_builder import ALL_OPS
+from deepspeed.version import __version__
+
+
+def report(capsys, *flags: str) -> str:
+    assert env_report.cli_main(list(flags)) == 0
+    return capsys.readouterr().out
+
+
+def test_full_report(capsys):
+    text = report(capsys)
+    assert all(name in text for name in ALL_OPS)
+    assert "not available yet" in text
+    row = next(line for line in text.splitlines() if "fused_adam" in line)
+    assert row.count("YES") == 2 and "NO" not in row
+    for fact in (__version__, torch.__version__, sys.executable, "gloo", "/dev/shm", "cores"):
+        assert fact in text
+
+
+def test_flags_hide_parts(capsys):
+    without_ops = report(capsys, "--hide_operator_status")
+    assert "fused_adam" not in without_ops and torch.__version__ in without_ops
+    without_reasons = report(capsys, "--hide_errors_and_warnings")
+    assert "fused_adam" in without_reasons and "not available yet" not in without_reasons
+
+
+def test_small_shared_memory_is_pointed_out(monkeypatch):
+    for size, is_small in ((64 * 2**20, True), (8 * 2**30, False)):
+        monkeypatch.setattr(
+            env_report.shutil, "disk_usage", lambda path, size=size: SimpleNamespace(total=size, free=size)
+        )
+        assert ("--shm-size" in env_report.shared_memory()) == is_small
+
+
+def test_nvcc_version(tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert env_report.nvcc_version().startswith("not found")
+    program = tmp_path / "bin" / "nvcc"
+    program.write_text("#!/bin/sh\necho Cuda compilation tools, release 12.8, V12.8.93\n")
+    program.chmod(0o755)
+    assert env_report.nvcc_version() == "12.8"

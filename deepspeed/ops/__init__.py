@@ -1,0 +1,1 @@
+"""Optimizers and kernels that can be used without an engine."""

@@ -1,0 +1,136 @@
+"""From a plan to the parts of one engine: buckets, wires, reducer, coordinator, hooks, optimizer. The only constructor of them."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from deepspeed import comm
+from deepspeed.comm.consistency import RankConsistency
+from deepspeed.comm.topology import GroupPair, Topology
+from deepspeed.comm.wire import HostWire, ReduceScale, StreamWire, Wire, WireStreams, make_reduce_scale
+from deepspeed.errors import PlanError
+from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
+from deepspeed.runtime.optimizers import is_elementwise
+from deepspeed.runtime.plan import Plan
+from deepspeed.runtime.zero.bucket import NodeShard, ParamBucket
+from deepspeed.runtime.zero.coordinator import ParamCoordinator
+from deepspeed.runtime.zero.grouping import BucketSpec, plan_buckets
+from deepspeed.runtime.zero.hooks import ZeroHooks
+from deepspeed.runtime.zero.optimizer import ShardedOptimizer
+from deepspeed.runtime.zero.partition_parameters import gather_for_adoption, install_views
+from deepspeed.runtime.zero.reducer import GradientReducer
+from deepspeed.runtime.zero.storage import StagingPool
+
+
+@dataclass
+class Parts:
+    """What one engine is made of."""
+
+    buckets: list[ParamBucket]
+    reducer: GradientReducer
+    coordinator: ParamCoordinator
+    hooks: ZeroHooks
+    scaler: LossScalerBase
+    optimizer: ShardedOptimizer | None
+    consistency: RankConsistency
+
+
+def build_parts(plan: Plan, topology: Topology, model: nn.Module, inner: torch.optim.Optimizer | None, *,
+                is_boundary: Callable[[], bool], micro_factor: Callable[[], float]) -> Parts:
+    """Build the parts for `model` and the inner optimizer (None: evaluation only). Collective.
+
+    Afterwards the parameters live in buckets; at stage 3 they are released.
+    """
+    group_of = _group_of(model, inner)
+    consistency = RankConsistency(topology.sequence_data_parallel)
+    specs = plan_buckets(
+        model, group_of, is_sharded=plan.shards_parameters, persistence_threshold=plan.persistence_threshold,
+        model_persistence_numel=plan.model_persistence_numel, min_bucket_numel=plan.min_bucket_numel,
+        max_bucket_numel=plan.max_bucket_numel, granularity_threshold=plan.granularity_threshold)
+    buckets = _build_buckets(plan, topology, model, specs, consistency)
+    scaler = plan.make_scaler()
+    trainable = [bucket for bucket in buckets if bucket.spec.is_trainable]
+    reducer = GradientReducer(
+        trainable, topology.sequence_data_parallel, consistency, is_boundary=is_boundary, micro_factor=micro_factor,
+        needs_scaled_loss=not scaler.is_identity, overlaps=plan.overlaps, refuses_unused=plan.refuses_unused)
+    coordinator = ParamCoordinator(buckets, consistency, plan.fetch_limits)
+    hooks = ZeroHooks(model, buckets, coordinator, reducer)
+    reducer.attach(hooks.start_backward, hooks.end_backward, coordinator.grads_complete)
+    optimizer = None
+    if inner is not None:
+        optimizer = ShardedOptimizer(
+            inner, trainable, reducer, scaler, consistency, topology.model_parallel, clip=plan.clip,
+            needs_norm=plan.needs_norm, is_elementwise=is_elementwise(inner))
+    install_views(buckets, optimizer, coordinator, hooks)
+    return Parts(buckets, reducer, coordinator, hooks, scaler, optimizer, consistency)
+
+
+def _group_of(model: nn.Module, inner: torch.optim.Optimizer | None) -> dict[nn.Parameter, int]:
+    """Return the param group of each optimised parameter. Raises PlanError when one is in two groups."""
+    groups = [] if inner is None else inner.param_groups
+    result: dict[nn.Parameter, int] = {}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for index, group in enumerate(groups):
+        for parameter in group["params"]:
+            if parameter in result:
+                raise PlanError(f"parameter {names.get(parameter, tuple(parameter.shape))} is in optimizer groups "
+                                f"{result[parameter]} and {index}. Put each parameter into one group.")
+            if parameter.requires_grad:
+                result[parameter] = index
+    return result
+
+
+def _build_buckets(plan: Plan, topology: Topology, model: nn.Module, specs: Sequence[BucketSpec],
+                   consistency: RankConsistency) -> list[ParamBucket]:
+    pair = topology.group_pair(plan.shard_size)
+    scale = make_reduce_scale(pair.world_size, op=plan.reduce_op, prescale=plan.prescale,
+                              predivide_factor=plan.predivide_factor)
+    make_wire = _wire_factory(plan, model, consistency)
+    wire = make_wire(pair, scale)
+    node_wire = None
+    if plan.node_shard_size > 1:
+        node_pair = GroupPair(topology.consecutive_group(plan.node_shard_size, "node shard"), topology.group_pair(1).shard)
+        node_wire = make_wire(node_pair, scale)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    staging = StagingPool()
+    buckets = []
+    for spec in specs:
+        with gather_for_adoption(spec.params):
+            bucket = ParamBucket(spec, tuple(names[p] for p in spec.params), pair, wire,
+                                 plan.bucket_dtypes(spec.params[0].dtype), plan.residency(spec.is_sharded), staging)
+            if node_wire is not None and bucket.is_sharded:
+                bucket.node_shard = NodeShard(node_wire, bucket.full_numel, bucket.dtypes.param, bucket.device)
+            bucket.adopt(lambda full: _broadcast(full, topology))
+        buckets.append(bucket)
+    return buckets
+
+
+def _wire_factory(plan: Plan, model: nn.Module,
+                  consistency: RankConsistency) -> Callable[[GroupPair, ReduceScale], Wire]:
+    """Return what builds a wire: over streams when the parameters are on a GPU, over the host otherwise."""
+    if not any(parameter.is_cuda for parameter in model.parameters()):
+        return lambda pair, scale: HostWire(pair, scale, consistency, plan.gather_method)
+    streams = WireStreams(torch.cuda.Stream(priority=-1), torch.cuda.Stream())
+
+    def make(pair: GroupPair, scale: ReduceScale) -> Wire:
+        gathers = pair.shard.duplicate(f"{pair.shard.name} gathers")
+        return StreamWire(pair, scale, gathers, streams, plan.gather_method, plan.uses_reduce_scatter)
+
+    return make
+
+
+def _broadcast(tensor: torch.Tensor, topology: Topology) -> None:
+    """Give every data-parallel rank the values of the first one."""
+    group = topology.sequence_data_parallel
+    if group.size > 1 and tensor.numel():
+        comm.broadcast(tensor, src=group.ranks[0], group=group.process_group)
+
+
+def broadcast_unmanaged(model: nn.Module, buckets: Sequence[ParamBucket], topology: Topology) -> None:
+    """Broadcast what no bucket holds: frozen parameters kept whole, and buffers."""
+    managed = {parameter for bucket in buckets for parameter in bucket.params}
+    for tensor in [p.data for p in model.parameters() if p not in managed] + list(model.buffers()):
+        _broadcast(tensor, topology)

@@ -1,0 +1,414 @@
+"""ParamBucket: the bytes of one communication unit.
+
+Vocabulary. The *full* tensor is flat and holds every parameter of the bucket; it is cut into equal *chunks*, one per rank of
+the shard group; the *shard* is this rank's chunk. A bucket is SHARDED (only the shard is current), GATHERING (a gather is
+under way) or FULL (parameters are views of the full tensor). The reading order of this folder is in README.md.
+
+Note [Parameters stay true]: while a bucket is not FULL, each of its parameters shows a NaN scalar expanded to the
+parameter's shape. Reading it is safe and loudly wrong, in-place arithmetic raises in torch, and a fill (`zero_`) lands in
+the scalar, where the next gather finds it. Rebinding `param.data` leaves the version counter of the parameter alone, so
+autograd accepts tensors it saved before a release and a second gather.
+"""
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from deepspeed.comm.topology import GroupPair
+from deepspeed.comm.wire import Done, Pending, Wire
+from deepspeed.errors import UsageError
+from deepspeed.runtime.zero.grouping import BucketSpec
+from deepspeed.runtime.zero.layout import ParamSlice, cut_by_bucket
+from deepspeed.runtime.zero.storage import FullStorage, StagingPool
+
+
+class BucketState(enum.Enum):
+    SHARDED = "sharded"  # only this rank's chunk is current
+    GATHERING = "gathering"  # a gather was launched and nobody waited for it yet
+    FULL = "full"  # parameters are views of the full tensor
+
+
+@dataclass(frozen=True)
+class BucketDtypes:
+    """param: of the parameters. accumulate: of the gradient between micro-batches. reduce: on the wire. master: of the
+    optimizer's copy."""
+
+    param: torch.dtype
+    accumulate: torch.dtype
+    reduce: torch.dtype
+    master: torch.dtype
+
+
+@dataclass(frozen=True)
+class Residency:
+    """What a rank keeps whole: the table of ZeRO stages (style.md 2.3).
+
+    parameters: between uses. gradients: between micro-batches; where they are kept whole, they are reduced at the boundary.
+    """
+
+    parameters: bool
+    gradients: bool
+
+
+class ParamBucket:
+    """One communication unit. Knows how to gather, release and reduce; others know when.
+
+    Created from parameters that hold their full values on every rank (`adopt`) or from shards (see partition_parameters).
+    """
+
+    def __init__(self, spec: BucketSpec, names: tuple[str, ...], pair: GroupPair, wire: Wire, dtypes: BucketDtypes,
+                 residency: Residency, staging: StagingPool):
+        self.spec, self.param_names, self.pair, self.wire, self.dtypes = spec, names, pair, wire, dtypes
+        self.name, self.params = spec.name, spec.params
+        self.is_sharded = not residency.parameters and pair.shard.size > 1
+        self.reduces_each_micro_batch = not residency.gradients
+        self.layout = cut_by_bucket([parameter.numel() for parameter in spec.params], pair.shard.size)
+        self.device = spec.params[0].device
+        self.shapes = tuple(parameter.shape for parameter in spec.params)
+        self.numel = sum(self.layout.numels)
+        self.full_numel, self.shard_numel = self.layout.full_numel, self.layout.shard_numel
+        self.state = BucketState.SHARDED
+        self._pending: Pending | None = None
+        self._staging = staging
+        # one scalar per parameter, so that a write into a released parameter can be named
+        self._tripwire = _make_tripwire(len(self.params), dtypes.param, self.device)
+        self._placeholders = [self._tripwire[i].expand(shape) for i, shape in enumerate(self.shapes)]
+        self.storage = FullStorage(self.full_numel, dtypes.param, self.device)
+        self.shard: torch.Tensor | None = None
+        self.node_shard: NodeShard | None = None  # hpZ: a second shard over the ranks of a node
+        self.holds = 0  # scopes that use it now (see ParamCoordinator)
+        self.pins = 0  # GatheredParameters contexts around it
+        self.on_visibility: Callable[[ParamBucket], None] = lambda _: None  # told when parameters appear or disappear
+        self._views: tuple[int, list[torch.Tensor]] | None = None
+        self._init_gradients()
+
+    # ---- parameters ------------------------------------------------------------------------------------------------
+
+    def adopt(self, share: Callable[[torch.Tensor], None]) -> None:
+        """Move the full values that the parameters hold now into the bucket, and end FULL or, if sharded, released.
+
+        share: makes a tensor equal on all ranks (a broadcast).
+        """
+        self.storage.allocate(self)
+        full = self.storage.tensor
+        full.zero_()
+        for parameter, view in zip(self.params, self.full_views()):
+            view.copy_(parameter.data)
+        share(full)
+        self._bind_full()
+        self.state = BucketState.FULL
+        self.storage.is_current = True
+        chunk = self.own_chunk(full)
+        self.shard = chunk.clone() if self.is_sharded else chunk
+        if self.is_sharded:
+            self.release()
+
+    def own_chunk(self, full: torch.Tensor) -> torch.Tensor:
+        """Return the view of `full` (any dtype, length full_numel) that this rank owns."""
+        rank = self.pair.shard.rank
+        return full[rank * self.shard_numel:(rank + 1) * self.shard_numel]
+
+    def full_views(self, flat: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Return one view per parameter, in its shape, of `flat` (default: the full parameter storage)."""
+        if flat is not None:
+            return self._cut(flat)
+        flat = self.storage.tensor
+        if self._views is None or self._views[0] != flat.data_ptr():
+            self._views = (flat.data_ptr(), self._cut(flat))
+        return self._views[1]
+
+    def slice_on_rank(self, index: int, rank: int | None = None) -> ParamSlice | None:
+        """Return where parameter `index` lies in the shard of `rank` of the shard group (default: mine)."""
+        return self.layout.slice_on(index, self.pair.shard.rank if rank is None else rank)
+
+    def start_gather(self, why: str = "") -> None:
+        """Launch the gather unless the full values are here or on their way."""
+        if self.state is not BucketState.SHARDED:
+            return
+        self.check_tripwire()
+        self.storage.allocate(self)
+        self._pending = Done() if self.storage.is_current else self._launch_gather(why)
+        self.state = BucketState.GATHERING
+
+    def _launch_gather(self, why: str) -> Pending:
+        full, node = self.storage.tensor, self.node_shard
+        if node is not None and node.is_current:
+            return node.gather(full, self.label("node gather", why))
+        if self.is_sharded:
+            self.own_chunk(full).copy_(self.shard)
+        return self.wire.gather(full, self.label("gather", why))
+
+    def finish_gather(self) -> None:
+        """Wait for the gather and show the parameters their full values."""
+        if self.state is BucketState.GATHERING:
+            self._pending.wait()
+            self._pending = None
+            self.storage.is_current = True
+            if self.node_shard is not None:
+                self.node_shard.keep(self.storage.tensor)
+            self._bind_full()
+            self.state = BucketState.FULL
+            self.on_visibility(self)
+
+    def hide(self) -> None:
+        """Show the parameters placeholders. The full storage and its content stay."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+            self.storage.is_current = True
+        for parameter, placeholder in zip(self.params, self._placeholders):
+            parameter.data = placeholder
+        was_full, self.state = self.is_full, BucketState.SHARDED
+        if was_full:
+            self.on_visibility(self)
+
+    def release(self) -> None:
+        """Give the full storage back; the parameters show placeholders."""
+        self.hide()
+        self.storage.free()
+
+    def evict(self) -> None:
+        """Leave the shared slot to another bucket."""
+        self.hide()
+        self.storage.is_current = False
+
+    def shard_changed(self) -> None:
+        """Say that shards have new values: what is gathered anywhere is old, and the parameters show placeholders."""
+        if self.pair.shard.size == 1:
+            return
+        self.hide()
+        self.storage.is_current = False
+        if self.is_sharded:
+            self.storage.free()
+        if self.node_shard is not None:
+            self.node_shard.is_current = False
+
+    @property
+    def is_gathering(self) -> bool:
+        return self.state is BucketState.GATHERING
+
+    @property
+    def is_full(self) -> bool:
+        return self.state is BucketState.FULL
+
+    @property
+    def is_held(self) -> bool:
+        """In use: neither released nor evicted."""
+        return self.holds > 0 or self.pins > 0
+
+    def store_shard(self) -> None:
+        """Copy this rank's chunk of the full tensor into the shard (after somebody changed the full values)."""
+        if self.is_sharded:
+            self.shard.copy_(self.own_chunk(self.storage.tensor))
+
+    def check_tripwire(self) -> None:
+        """Raise UsageError when somebody filled a released parameter. CPU only: on a GPU the look would stall the host."""
+        if self._tripwire.device.type != "cpu" or not self.dtypes.param.is_floating_point:
+            return
+        written = (~self._tripwire.isnan()).nonzero().flatten().tolist()
+        if written:
+            self._tripwire.fill_(float("nan"))
+            names = ", ".join(self.param_names[i] for i in written)
+            raise UsageError(f"parameter {names} was written while it was released (ZeRO keeps only a shard of it), so the "
+                             "write is lost. Write inside deepspeed.zero.GatheredParameters(params, modifier_rank=0).")
+
+    def label(self, action: str, why: str = "") -> str:
+        """Return the text that names a collective of this bucket in errors and profiles."""
+        return f"{action} of bucket {self.name}" + (f" for {why}" if why else "")
+
+    def _bind_full(self) -> None:
+        for parameter, view in zip(self.params, self.full_views()):
+            parameter.data = view
+
+    def _cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [flat[start:start + shape.numel()].view(shape) for start, shape in zip(self.layout.offsets, self.shapes)]
+
+    # ---- gradients -------------------------------------------------------------------------------------------------
+    #
+    # Note [Gradient states]: contributions are added into a full buffer (`_grad_full`), whole between micro-batches or
+    # drawn from the staging pool for one reduction. `reduce` leaves the reduced chunk in `grad_shard`. A whole buffer that
+    # was reduced and then receives another backward is first turned back into a local contribution (`_unreduce`): the rank
+    # that owns a chunk contributes it alone, scaled so that the next reduction returns it unchanged.
+
+    def _init_gradients(self) -> None:
+        self._grad_full: torch.Tensor | None = None
+        self._grad_views: list[torch.Tensor] = []
+        self._filled = bytearray(len(self.params))
+        self._unused: list[int] = []
+        self._reduced_full = False
+        self._pending_reduce: Pending | None = None
+        self._wire_buffer: torch.Tensor | None = None
+        self._reduce_out: torch.Tensor | None = None
+        self._shard_grad: torch.Tensor | None = None
+        self.has_grad = False  # grad_shard holds a reduced gradient of this window
+        self.arrived = 0  # parameters whose gradient came in this backward
+        self._gaps = _gaps(self.layout.offsets, self.layout.numels, self.full_numel)
+
+    @property
+    def grad_shard(self) -> torch.Tensor:
+        """Return the reduced gradient of this rank's chunk, in the accumulation dtype; zeros before any reduction."""
+        if self.reduces_each_micro_batch:
+            if self._shard_grad is None:
+                self._shard_grad = torch.zeros(self.shard_numel, dtype=self.dtypes.accumulate, device=self.device)
+            return self._shard_grad
+        if self._grad_full is None:
+            self._open_grad_buffer()
+            self._grad_full.zero_()
+        return self.own_chunk(self._grad_full)
+
+    def add_grad(self, index: int, grad: torch.Tensor, factor: float) -> None:
+        """Add `factor` times `grad` to parameter `index`'s gradient of this window."""
+        if self._reduced_full:
+            self._unreduce()
+        if self._grad_full is None:
+            self._open_grad_buffer()
+        view = self._grad_views[index]
+        if self._filled[index]:
+            view.add_(grad, alpha=factor)
+        elif factor == 1.0:
+            view.copy_(grad)
+        else:
+            torch.mul(grad.to(view.dtype), factor, out=view)
+        self._filled[index] = 1
+
+    def unused_params(self) -> list[int]:
+        """Return the parameters that no gradient of the last reduction came for."""
+        return self._unused
+
+    def reduce(self) -> None:
+        """Launch the reduction of what was added; parameters without a gradient count as zero (all ranks agree)."""
+        if self._grad_full is None:
+            self._open_grad_buffer()
+        self._unused = [index for index, filled in enumerate(self._filled) if not filled]
+        for index in self._unused:
+            self._grad_views[index].zero_()
+        self._filled[:] = b"\x01" * len(self._filled)
+        full, wants_shard_buffer = self._grad_full, self.reduces_each_micro_batch
+        if self.dtypes.reduce != self.dtypes.accumulate:
+            self._wire_buffer = full = full.to(self.dtypes.reduce)
+        if wants_shard_buffer and not self.has_grad and self._wire_buffer is None:
+            self._reduce_out = self.grad_shard  # first micro-batch: the wire writes the accumulator itself
+        else:
+            self._reduce_out = self.own_chunk(full)
+        self._pending_reduce = self.wire.reduce(full, self._reduce_out, self.label("gradient reduction"))
+
+    def finish_reduce(self) -> None:
+        """Wait for the reduction and add its result to `grad_shard`."""
+        if self._pending_reduce is None:
+            return
+        self._pending_reduce.wait()
+        out, self._reduce_out, self._pending_reduce, self._wire_buffer = self._reduce_out, None, None, None
+        if not self.reduces_each_micro_batch:
+            self._reduced_full = True
+            own = self.own_chunk(self._grad_full)
+            if out.data_ptr() != own.data_ptr():
+                own.copy_(out)
+        else:
+            shard = self.grad_shard
+            if out.data_ptr() != shard.data_ptr():
+                shard.add_(out) if self.has_grad else shard.copy_(out)
+            self._close_grad_buffer()
+        self.has_grad = True
+
+    def zero_grad(self) -> None:
+        """Forget the gradient of this window. Whole buffers are kept and overwritten by the next backward."""
+        self.finish_reduce()
+        self.has_grad = self._reduced_full = False
+        self._filled[:] = bytes(len(self._filled))
+        if self.reduces_each_micro_batch:
+            self._close_grad_buffer()
+
+    @property
+    def shows_grads(self) -> bool:
+        """Parameters can show their reduced gradient: it is whole, and has their dtype as torch demands."""
+        return self._reduced_full and self.pair.shard.size == 1 and self.dtypes.accumulate == self.dtypes.param
+
+    def grad_view(self, index: int) -> torch.Tensor:
+        """Return the whole gradient of parameter `index` (see `shows_grads`)."""
+        return self._grad_views[index]
+
+    def adopt_grad(self, index: int, grad: torch.Tensor | None) -> None:
+        """Make `grad` the reduced gradient of parameter `index`; None clears it."""
+        view = self._grad_views[index]
+        if grad is None:
+            view.zero_()
+        elif grad is not view:
+            view.copy_(grad)
+
+    def _open_grad_buffer(self) -> None:
+        """Bring a buffer for contributions: kept for good where gradients stay whole, else from the pool."""
+        dtype = self.dtypes.accumulate
+        if self.reduces_each_micro_batch:
+            self._grad_full = self._staging.acquire(self.full_numel, dtype, self.device)
+        else:
+            self._grad_full = torch.empty(self.full_numel, dtype=dtype, device=self.device)
+        for start, stop in self._gaps:  # the norm runs over gaps too
+            self._grad_full[start:stop].zero_()
+        self._grad_views = self._cut(self._grad_full)
+        self._filled[:] = bytes(len(self._filled))
+
+    def _close_grad_buffer(self) -> None:
+        if self._grad_full is not None:
+            self._staging.release(self._grad_full)
+        self._grad_full, self._grad_views = None, []
+        self._filled[:] = bytes(len(self._filled))
+
+    def _unreduce(self) -> None:
+        own = self.own_chunk(self._grad_full)
+        scale = self.wire.scale.total * self.pair.replicate.size
+        if scale != 1.0:
+            own.mul_(1.0 / scale)
+        start = own.storage_offset() - self._grad_full.storage_offset()
+        self._grad_full[:start].zero_()
+        self._grad_full[start + self.shard_numel:].zero_()
+        self._filled[:] = b"\x01" * len(self._filled)
+        self._reduced_full = self.has_grad = False
+
+
+class NodeShard:
+    """The second, larger shard of hpZ: this rank's chunk of the full tensor when it is cut over a node's ranks.
+
+    Kept from the first gather after an update, so that later gathers stay inside the node.
+    Source: Wang et al., "ZeRO++" (arXiv:2306.10209), section 3.2.
+    """
+
+    def __init__(self, wire: Wire, full_numel: int, dtype: torch.dtype, device: torch.device):
+        self._wire, self.group = wire, wire.pair.shard
+        self.tensor = torch.empty(full_numel // self.group.size, dtype=dtype, device=device)
+        self.is_current = False
+
+    def keep(self, full: torch.Tensor) -> None:
+        """Copy this rank's chunk of `full` unless it is there already."""
+        if not self.is_current:
+            self.tensor.copy_(self._own_chunk(full))
+            self.is_current = True
+
+    def gather(self, full: torch.Tensor, label: str) -> Pending:
+        self._own_chunk(full).copy_(self.tensor)
+        return self._wire.gather(full, label)
+
+    def _own_chunk(self, full: torch.Tensor) -> torch.Tensor:
+        chunk = self.tensor.numel()
+        return full[self.group.rank * chunk:(self.group.rank + 1) * chunk]
+
+
+def _make_tripwire(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if dtype.is_floating_point:
+        return torch.full((count,), float("nan"), dtype=dtype, device=device)
+    return torch.zeros(count, dtype=dtype, device=device)
+
+
+def _gaps(offsets: tuple[int, ...], numels: tuple[int, ...], full_numel: int) -> list[tuple[int, int]]:
+    """Return the element ranges of the full tensor that no parameter covers."""
+    gaps, position = [], 0
+    for start, numel in sorted(zip(offsets, numels)):
+        if start > position:
+            gaps.append((position, start))
+        position = max(position, start + numel)
+    if full_numel > position:
+        gaps.append((position, full_numel))
+    return gaps

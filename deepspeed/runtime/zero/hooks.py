@@ -1,0 +1,200 @@
+"""Torch events -> coordinator: module hooks, autograd hooks, and reads of parameters outside their modules' forward.
+
+Note [Reads of parameters]: `module.weight`, `module.parameters()` and `module.state_dict()` all go through the dict
+`module._parameters`. While a module's bucket is not FULL, that dict is replaced by a `WatchedParameters`, which completes
+the gather that follows an update (stages 1 and 2: every read shows the new values), or, inside a forward, gathers a sharded
+parameter for the module that reads it (a tied weight used through another module). Outside a forward, a sharded parameter
+is handed out as it is, a placeholder. While everything is FULL the plain dict is back and a read costs nothing.
+"""
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
+
+from deepspeed.runtime.zero.bucket import ParamBucket
+from deepspeed.runtime.zero.coordinator import ParamCoordinator, Scope
+from deepspeed.runtime.zero.reducer import GradientReducer
+
+
+class WatchedParameters(dict):
+    """Stands in for a module's `_parameters` while some of them are not current; writes go through to the plain dict."""
+
+    def __init__(self, plain: dict[str, nn.Parameter | None], on_read: Callable[[nn.Parameter], None],
+                 on_list: Callable[[], None]):
+        super().__init__(plain)
+        self._plain, self._on_read, self._on_list = plain, on_read, on_list
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        parameter = super().__getitem__(name)
+        if parameter is not None:
+            self._on_read(parameter)
+        return parameter
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
+    def items(self) -> Any:
+        self._on_list()
+        return super().items()
+
+    def values(self) -> Any:
+        self._on_list()
+        return super().values()
+
+    def __setitem__(self, name: str, parameter: nn.Parameter | None) -> None:
+        super().__setitem__(name, parameter)
+        self._plain[name] = parameter
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        del self._plain[name]
+
+    def __reduce__(self) -> Any:  # copies and pickles of the module get the plain dict
+        return dict, (dict(self._plain),)
+
+
+class ZeroHooks:
+    """Installs and removes everything that connects one model to its coordinator and reducer."""
+
+    def __init__(self, root: nn.Module, buckets: Sequence[ParamBucket], coordinator: ParamCoordinator,
+                 reducer: GradientReducer):
+        self._root, self._coordinator, self._reducer = root, coordinator, reducer
+        self._names = {module: name or type(module).__name__ for name, module in root.named_modules()}
+        self._scopes: dict[nn.Module, Scope] = {}
+        self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.params}
+        self._plain: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
+        self._owners: dict[ParamBucket, list[nn.Module]] = {}
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._depth = 0  # forwards of hooked modules that are running
+        for module in root.modules():
+            self._watch(module)
+        for bucket in buckets:
+            bucket.on_visibility = self._show_or_watch
+            for module in bucket.spec.scopes:
+                self.scope_of(module).buckets.append(bucket)
+            self._show_or_watch(bucket)
+        self.scope_of(root)
+
+    # ---- installation ------------------------------------------------------------------------------------------------
+
+    def scope_of(self, module: nn.Module) -> Scope:
+        """Return the module's scope, hooking the module when it has none yet."""
+        if module not in self._scopes:
+            scope = self._scopes[module] = Scope(module, self._names.get(module, type(module).__name__))
+            self._handles.append(module.register_forward_pre_hook(
+                _undisturbed(lambda _, args, kwargs: self._enter(scope, args, kwargs)), prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(
+                _undisturbed(lambda _, args, kwargs, output: self._leave(scope, args, kwargs, output)), with_kwargs=True))
+        return self._scopes[module]
+
+    def add_external(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+        """Gather `parameters` together with `module` from now on."""
+        scope = self.scope_of(module)
+        for parameter in parameters:
+            bucket = self._bucket_of.get(parameter)
+            if bucket is not None and bucket not in scope.buckets:
+                scope.buckets.append(bucket)
+
+    def remove(self) -> None:
+        """Take out every hook and give the modules their plain parameter dicts back."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for module, plain in self._plain.items():
+            module.__dict__["_parameters"] = plain
+        for bucket in set(self._bucket_of.values()):
+            bucket.on_visibility = _nobody_watches
+        self._plain.clear()
+
+    def _watch(self, module: nn.Module) -> None:
+        plain = module.__dict__.get("_parameters")
+        if type(plain) is not dict:  # a scripted module keeps its parameters elsewhere
+            return
+        buckets = {self._bucket_of[parameter] for parameter in plain.values() if parameter in self._bucket_of}
+        if buckets:
+            self._plain[module] = plain
+            for bucket in buckets:
+                self._owners.setdefault(bucket, []).append(module)
+
+    def _show_or_watch(self, bucket: ParamBucket) -> None:
+        """Called when the bucket becomes FULL or stops being it."""
+        for module in self._owners.get(bucket, ()):
+            plain = self._plain[module]
+            if all(self._bucket_of[p].is_full for p in plain.values() if p in self._bucket_of):
+                module.__dict__["_parameters"] = plain
+            elif module.__dict__["_parameters"] is plain:
+                module.__dict__["_parameters"] = WatchedParameters(plain, self._on_read, self._coordinator.finish_pending)
+
+    def _on_read(self, parameter: nn.Parameter) -> None:
+        bucket = self._bucket_of.get(parameter)
+        if bucket is None or bucket.is_full:
+            return
+        if not bucket.is_sharded:
+            bucket.finish_gather()
+        elif self._coordinator.current_scope is not None:
+            self._coordinator.use_outside_scope(bucket)
+
+    def start_backward(self) -> None:
+        """A backward begins (told by the reducer)."""
+        self._coordinator.start_backward()
+
+    def end_backward(self) -> None:
+        """The whole backward is over (told by the reducer)."""
+        self._depth = 0  # a recomputation that stopped early never left its forward
+        self._coordinator.end_backward()
+
+    # ---- events ------------------------------------------------------------------------------------------------------
+
+    def _enter(self, scope: Scope, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not in_backward and self._reducer.in_backward:
+            self._reducer.abort()  # the last backward was left by an exception
+        if not in_backward and (scope.module is self._root or self._depth == 0):
+            self._depth = 0  # an exception may have left an earlier forward
+            self._coordinator.start_forward(torch.is_grad_enabled() and self._root.training)
+        self._depth += 1
+        self._coordinator.enter(scope)
+
+    def _leave(self, scope: Scope, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        self._depth = max(0, self._depth - 1)
+        is_recomputing = self._coordinator.is_recomputing(scope)
+        self._coordinator.leave(scope)
+        if torch.is_grad_enabled() and not is_recomputing:
+            self._expect_backward(scope, args, kwargs, output)
+        if self._depth == 0 and torch._C._current_graph_task_id() == -1:
+            self._coordinator.end_forward()
+
+    def _expect_backward(self, scope: Scope, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        outputs = _with_grad(output)
+        if not outputs or not (scope.buckets or scope.module is self._root):
+            return
+        inputs = _with_grad((args, kwargs))
+
+        def before(_: torch.Tensor) -> None:
+            self._reducer.begin()
+            if scope.buckets:
+                self._coordinator.enter_backward(scope, has_input_grads=bool(inputs))
+
+        register_multi_grad_hook(outputs, before, mode="any")
+        if inputs and scope.buckets:
+            register_multi_grad_hook(inputs, lambda _: self._coordinator.leave_backward(scope), mode="all")
+
+
+def _with_grad(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+def _undisturbed(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep torch.compile out of a hook: it runs between compiled regions, not inside them."""
+    # not imported for its own sake: that takes a second, and who compiled a module has it loaded
+    return torch._dynamo.disable(hook) if "torch._dynamo" in sys.modules else hook
+
+
+def _nobody_watches(_: ParamBucket) -> None:
+    return None

@@ -1,0 +1,331 @@
+"""ShardedOptimizer: fp32 master shards, clipping, the update, and publishing it to the parameters.
+
+Vocabulary. The *master* of a bucket is its shard in the master dtype; where that is the parameters' dtype, it is the shard
+itself. A *piece* is the part of one bucket's master that belongs to one param group: what the inner optimizer sees as a
+parameter. An elementwise optimizer gets flat pieces (few, large); any other gets one piece per parameter.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed import comm
+from deepspeed.comm.consistency import RankConsistency
+from deepspeed.comm.topology import Group
+from deepspeed.errors import CheckpointError, UsageError
+from deepspeed.runtime.base_optimizer import TorchOptimizerFacade, ZeROOptimizer
+from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
+from deepspeed.runtime.grad_norm import global_grad_norm
+from deepspeed.runtime.zero.bucket import ParamBucket
+from deepspeed.runtime.zero.layout import ParamSlice
+from deepspeed.runtime.zero.reducer import GradientReducer
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """One parameter of the inner optimizer: elements [start, stop) of a bucket's shard."""
+
+    bucket: ParamBucket
+    group_id: int
+    start: int
+    stop: int
+    indices: tuple[int, ...]  # the bucket's parameters with elements in it
+    tensor: torch.Tensor  # view of the master
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Where one parameter lives on this rank. `slice` is None when this rank holds no element of it."""
+
+    bucket: ParamBucket
+    index: int
+    slice: ParamSlice | None
+    piece: Piece | None
+
+
+class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
+    """A torch optimizer over shards. `step()` reduces what is not reduced, clips, updates and publishes.
+
+    buckets: the trainable ones. clip: largest global gradient norm, 0 for no clipping. needs_norm: false skips the norm;
+    then neither clipping nor the loss scaler may need it.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, buckets: Sequence[ParamBucket], reducer: GradientReducer,
+                 scaler: LossScalerBase, consistency: RankConsistency, model_parallel: Group, *, clip: float,
+                 needs_norm: bool, is_elementwise: bool):
+        super().__init__(inner)
+        self.buckets = list(buckets)
+        self.loss_scaler, self.clip_grad = scaler, clip
+        self.overflow = False
+        self._reducer, self._consistency, self._model_parallel = reducer, consistency, model_parallel
+        self._needs_norm = needs_norm
+        self._global_grad_norm: torch.Tensor | None = None
+        self._masters = {bucket: bucket.shard if bucket.dtypes.master == bucket.dtypes.param
+                         else bucket.shard.to(bucket.dtypes.master) for bucket in self.buckets}
+        self._pieces = [piece for bucket in self.buckets for piece in self._cut(bucket, flat=is_elementwise)]
+        self._location = {parameter: (bucket, index) for bucket in self.buckets
+                          for index, parameter in enumerate(bucket.params)}
+        self._hand_over()
+
+    # ---- the update --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+        """Apply the gradients of all backward passes since the last update; sets `overflow` when it skipped. Collective."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.overflow = False
+        self._reducer.collect()
+        if self._reducer.has_gradients:
+            self._update()
+            self._reducer.consume()
+        return loss
+
+    def _update(self) -> None:
+        norm = self.grad_norm() if self._needs_norm else None
+        if norm is not None and not self.loss_scaler.accepts(norm):
+            self.overflow = True
+            return
+        self._load_gradients(self._factor(norm))
+        self.optimizer.step()
+        for piece in self._pieces:
+            piece.tensor.grad = None
+        self.publish()
+
+    def grad_norm(self) -> torch.Tensor:
+        """Return the global norm of the scaled gradients (0-d) and remember the unscaled one. Collective."""
+        device = self.buckets[0].device if self.buckets else torch.device("cpu")
+        norm = global_grad_norm(self.buckets, self._consistency, self._model_parallel, device)
+        self._global_grad_norm = norm / self.loss_scaler.value if self.loss_scaler.value != 1.0 else norm
+        return norm
+
+    def _factor(self, norm: torch.Tensor | None) -> torch.Tensor | float:
+        """Return what gradients are multiplied by: unscaling and clipping in one factor. A tensor stays on the device."""
+        inverse_scale = 1.0 / self.loss_scaler.value
+        if self.clip_grad <= 0:
+            return inverse_scale
+        coefficient = self.clip_grad / (norm * inverse_scale + 1e-6)
+        return coefficient.clamp(max=1.0) * inverse_scale
+
+    def _load_gradients(self, factor: torch.Tensor | float) -> None:
+        for bucket in self.buckets:
+            grad, dtype = bucket.grad_shard, bucket.dtypes.master
+            if grad.dtype != dtype:
+                grad = grad.to(dtype)
+            if isinstance(factor, torch.Tensor) or factor != 1.0:
+                grad.mul_(factor)
+            for piece in self._pieces_of[bucket]:
+                piece.tensor.grad = grad[piece.start:piece.stop].view(piece.tensor.shape)
+
+    def publish(self) -> None:
+        """Show the masters to the parameters: cast into the shards and, where parameters are kept whole, launch gathers.
+
+        The gathers overlap what follows; the next forward, or any read through the module, waits for its bucket.
+        """
+        for bucket in self.buckets:
+            master = self._masters[bucket]
+            if master is not bucket.shard:
+                bucket.shard.copy_(master)
+            bucket.shard_changed()
+            if not bucket.is_sharded:
+                bucket.start_gather("the update")
+
+    def refresh_masters(self, buckets: Sequence[ParamBucket] | None = None) -> None:
+        """Make the masters follow shards that somebody wrote, where the two disagree; equal elements keep their precision."""
+        for bucket in self.buckets if buckets is None else buckets:
+            master = self._masters.get(bucket)
+            if master is not None and master is not bucket.shard:
+                changed = master.to(bucket.shard.dtype) != bucket.shard
+                master.copy_(torch.where(changed, bucket.shard.to(master.dtype), master))
+
+    def refresh_fp32_params(self) -> None:  # public path
+        """Set the fp32 masters from the low-precision weights."""
+        for bucket, master in self._masters.items():
+            if master is not bucket.shard:
+                master.copy_(bucket.shard)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients. `set_to_none` is accepted for torch's sake: gradients are always dropped."""
+        self._reducer.zero_grad()
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:  # public path
+        """Scale the loss and run autograd."""
+        self._reducer.announce_scaled()
+        self.loss_scaler.scale(loss).backward(retain_graph=retain_graph)
+
+    # ---- what clients read -------------------------------------------------------------------------------------------
+
+    @property
+    def loss_scale(self) -> float:
+        return self.loss_scaler.value
+
+    @property
+    def cur_scale(self) -> float:
+        return self.loss_scaler.value
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        return self.loss_scaler.dynamic
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every param group."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def get_lr(self) -> float:
+        """Return the learning rate of the first param group."""
+        return self.param_groups[0]["lr"]
+
+    # ---- one parameter's piece of the state --------------------------------------------------------------------------
+
+    def fragment(self, parameter: torch.Tensor) -> Fragment | None:
+        """Return where `parameter` lives on this rank; None when this optimizer does not update it."""
+        location = self._location.get(parameter)
+        if location is None:
+            return None
+        bucket, index = location
+        held = bucket.slice_on_rank(index)
+        piece = None if held is None else next(p for p in self._pieces_of[bucket] if index in p.indices)
+        return Fragment(bucket, index, held, piece)
+
+    def local_master(self, fragment: Fragment) -> torch.Tensor:
+        """Return this rank's elements of the parameter's master, 1-D, as a view (empty when it holds none)."""
+        return _cut_slice(self._masters[fragment.bucket], fragment.slice)
+
+    def local_grad(self, fragment: Fragment) -> torch.Tensor | None:
+        """Return this rank's elements of the reduced, unscaled-by-nothing gradient as a view; None before any backward."""
+        if not fragment.bucket.has_grad:
+            return None
+        return _cut_slice(fragment.bucket.grad_shard, fragment.slice)
+
+    def local_state(self, fragment: Fragment, key: str) -> torch.Tensor:
+        """Return this rank's elements of state tensor `key` as a view (empty when it holds none).
+
+        Raises: UsageError when the optimizer has no such state.
+        """
+        known = self.state_keys()
+        if key not in known:
+            raise UsageError(f"the optimizer has no state {key!r} (it has {sorted(known) or 'none before the first step'}).")
+        if fragment.piece is None:
+            return torch.empty(0, dtype=fragment.bucket.dtypes.master, device=fragment.bucket.device)
+        value = self.optimizer.state[fragment.piece.tensor][key]
+        if not torch.is_tensor(value) or value.numel() != fragment.piece.stop - fragment.piece.start:
+            raise UsageError(f"optimizer state {key!r} is one value per parameter group piece, not one per element.")
+        start = fragment.slice.shard_start - fragment.piece.start
+        return value.view(-1)[start:start + fragment.slice.numel]
+
+    def state_keys(self) -> set[str]:
+        """Return the names of the state tensors that have one value per element."""
+        return {key for piece in self._pieces for key, value in self.optimizer.state.get(piece.tensor, {}).items()
+                if torch.is_tensor(value) and value.numel() == piece.tensor.numel() and value.dim() > 0}
+
+    def gather_full(self, fragment: Fragment, local: torch.Tensor) -> torch.Tensor:
+        """Return the parameter-shaped tensor whose pieces `local` the ranks hold. Collective over the shard group."""
+        full = torch.zeros(fragment.bucket.layout.numels[fragment.index], dtype=local.dtype, device=local.device)
+        if fragment.slice is not None:
+            full[fragment.slice.param_start:fragment.slice.param_start + fragment.slice.numel] = local
+        group = fragment.bucket.pair.shard
+        if group.size > 1:
+            comm.all_reduce(full, group=group.process_group)
+        return full.view(fragment.bucket.shapes[fragment.index])
+
+    @staticmethod
+    def cut_local(fragment: Fragment, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's elements of a parameter-shaped tensor, 1-D."""
+        if fragment.slice is None:
+            return full.reshape(-1)[:0]
+        return full.reshape(-1)[fragment.slice.param_start:fragment.slice.param_start + fragment.slice.numel]
+
+    # ---- state dict --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's shards: plain tensors and numbers, readable with `torch.load(weights_only=True)`."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "masters": {bucket.name: master.clone() for bucket, master in self._masters.items()},
+            "loss_scaler": self.loss_scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned on this rank of an equally sharded run, and publish it to the parameters.
+
+        Raises: CheckpointError when the buckets do not fit.
+        """
+        self.load_masters(state)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.loss_scaler.load_state_dict(state["loss_scaler"])
+
+    def load_masters(self, state: dict[str, Any]) -> None:
+        """Restore the master weights of a `state_dict` alone, and publish them to the parameters."""
+        masters = state["masters"]
+        for bucket, master in self._masters.items():
+            saved = masters.get(bucket.name)
+            if saved is None or saved.shape != master.shape:
+                given = "nothing" if saved is None else f"{tuple(saved.shape)}"
+                raise CheckpointError(f"bucket {bucket.name} needs {tuple(master.shape)} elements, the checkpoint holds {given}. "
+                                      "Load it with the model, world size and ZeRO stage that wrote it.")
+        with torch.no_grad():
+            for bucket, master in self._masters.items():
+                master.copy_(masters[bucket.name])
+        self.publish()
+
+    # ---- construction ------------------------------------------------------------------------------------------------
+
+    def _cut(self, bucket: ParamBucket, flat: bool) -> Iterator[Piece]:
+        held = [(index, bucket.slice_on_rank(index)) for index in range(len(bucket.params))]
+        held = [(index, piece) for index, piece in held if piece is not None]
+        runs: dict[Any, list[tuple[int, ParamSlice]]] = {}
+        for index, piece in held:
+            group_id = bucket.spec.group_ids[index]
+            runs.setdefault(group_id if flat else (group_id, index), []).append((index, piece))
+        for key, run in runs.items():
+            start = min(piece.shard_start for _, piece in run)
+            stop = max(piece.shard_start + piece.numel for _, piece in run)
+            tensor = self._masters[bucket].detach()[start:stop]
+            if not flat and bucket.pair.shard.size == 1:
+                tensor = tensor.view(bucket.shapes[run[0][0]])  # whole: optimizers may look at the shape
+            tensor.requires_grad_(True)
+            yield Piece(bucket, key if flat else key[0], start, stop, tuple(index for index, _ in run), tensor)
+
+    def _hand_over(self) -> None:
+        """Replace the parameters in the inner optimizer's groups by this rank's pieces, together with existing state."""
+        self._pieces_of: dict[ParamBucket, list[Piece]] = {bucket: [] for bucket in self.buckets}
+        for piece in self._pieces:
+            self._pieces_of[piece.bucket].append(piece)
+        old_state = dict(self.optimizer.state)
+        self.optimizer.state.clear()
+        for group_id, group in enumerate(self.optimizer.param_groups):
+            pieces = [piece for piece in self._pieces if piece.group_id == group_id]
+            group["params"] = [piece.tensor for piece in pieces]
+            for piece in pieces:
+                state = _cut_state(piece, old_state)
+                if state:
+                    self.optimizer.state[piece.tensor] = state
+
+
+def _cut_slice(flat: torch.Tensor, held: ParamSlice | None) -> torch.Tensor:
+    return flat[:0] if held is None else flat[held.shard_start:held.shard_start + held.numel]
+
+
+def _cut_state(piece: Piece, state: dict[torch.Tensor, dict[str, Any]]) -> dict[str, Any]:
+    """Return the part of whole parameters' state that belongs to `piece` (some optimizers fill it at construction)."""
+    params = [piece.bucket.params[index] for index in piece.indices]
+    known = [state[parameter] for parameter in params if state.get(parameter)]
+    result: dict[str, Any] = {}
+    for key, example in (known[0] if known else {}).items():
+        if not torch.is_tensor(example) or example.dim() == 0:
+            result[key] = example.clone() if torch.is_tensor(example) else example
+            continue
+        flat = torch.zeros(piece.stop - piece.start, dtype=example.dtype, device=piece.tensor.device)
+        for index, parameter in zip(piece.indices, params):
+            held = piece.bucket.slice_on_rank(index)
+            if state.get(parameter):
+                value = state[parameter][key].reshape(-1)[held.param_start:held.param_start + held.numel]
+                flat[held.shard_start - piece.start:held.shard_start - piece.start + held.numel] = value
+        result[key] = flat.view(piece.tensor.shape)
+    return result

@@ -1,0 +1,3 @@
+class DeepSpeedZeRoOffload:
+    def __init__(self, module, hooks, coordinator):
+        self.module = module
