@@ -1,6 +1,6 @@
 """What this installation is made of: commit, operators, and the torch beside it. Worked out when a name is read.
 
-`version`, `git_hash` and `git_branch` are texts ("unknown" outside a checkout), `installed_ops` and `compatible_ops` map
+`version`, `git_hash` and `git_branch` are texts ("unknown" outside a checkout); `installed_ops`, `compatible_ops` map
 operator names to bool, and `torch_info` holds versions as texts ("0.0" for what torch was built without).
 """
 

@@ -86,8 +86,9 @@ def test_a_case_is_cheap():
     started = time.perf_counter()
     for _ in range(10):
         run_distributed(_process_id, 4)
-    # About 50 ms each on two idle cores; the limit leaves room for a loaded machine.
-    assert time.perf_counter() - started < 5.0
+    # About 50 ms each on two idle cores. Forty new processes that import torch would take minutes; the limit lies between,
+    # so that a loaded machine does not matter.
+    assert time.perf_counter() - started < 15.0
 
 
 def _fail_on(failing: tuple[int, ...], then_wait: bool) -> None:
@@ -120,13 +121,12 @@ def test_output_of_ranks_is_printed(capsys):
 
 def test_ranks_that_lose_a_peer_are_told_apart_and_survive():
     before = run_distributed(_process_id, 3)
-    started = time.perf_counter()
     text = _failure_of(_fail_on, 3, (1,), True)
     assert "---- rank 1: failed\nTraceback" in text
     assert "AssertionError" in text
     assert text.count("Traceback (most recent call last)") == 1
     assert "lost peer" in text
-    assert time.perf_counter() - started < pool.GRACE_SECONDS
+    assert "hung" not in text
     assert run_distributed(_process_id, 3) == before
 
 
@@ -149,7 +149,7 @@ def test_a_rank_that_ignores_a_failure_is_killed(monkeypatch):
     before = run_distributed(_process_id, 2)
     started = time.perf_counter()
     text = _failure_of(_sleep_unless_rank_0_fails, 2, 60.0)
-    assert time.perf_counter() - started < 10
+    assert time.perf_counter() - started < 30
     assert text.index("KeyError: 'the cause'") < text.index("---- rank 1: hung")
     assert "in _sleep_unless_rank_0_fails" in text.split("rank 1: hung")[1]
     after = run_distributed(_process_id, 2)
@@ -166,7 +166,7 @@ def _wait_on_rank_0_only() -> None:
 def test_timeout_shows_the_stack_of_every_rank():
     started = time.perf_counter()
     text = _failure_of(_wait_on_rank_0_only, 2, timeout=1.0)
-    assert time.perf_counter() - started < 15
+    assert time.perf_counter() - started < 30
     assert text.startswith("2 of 2 ranks failed")
     assert text.count("in _wait_on_rank_0_only") == 2
     assert "in barrier" in text
@@ -245,14 +245,18 @@ def test_world_size_is_checked():
 
 
 CLIENT = """
-import os, sys, time
+import sys
 from tests.support.pool import run_distributed
-from tests.test_pool import _process_id
+from tests.test_pool import _write_process_id
 if __name__ == "__main__":
-    print(*run_distributed(_process_id, 2), flush=True)
-    if sys.argv[1] == "hang":
-        time.sleep(60)
+    run_distributed(_write_process_id, 2, sys.argv[1], float(sys.argv[2]))
 """
+
+
+def _write_process_id(folder: str, then_sleep_seconds: float) -> None:
+    with open(os.path.join(folder, f"{os.getpid()}.pid"), "w"):
+        pass
+    time.sleep(then_sleep_seconds)
 
 
 def _is_running(process_id: int) -> bool:
@@ -263,21 +267,26 @@ def _is_running(process_id: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("end", ["return", "hang"])
-def test_workers_end_with_their_parent(end, tmp_path, request):
+def _wait_until(condition, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert condition()
+
+
+@pytest.mark.parametrize("parent_is_killed", [False, True])
+def test_workers_end_with_their_parent(parent_is_killed, tmp_path, request):
     script = tmp_path / "client.py"
     script.write_text(CLIENT)
+    seconds = 60 if parent_is_killed else 0
     environment = dict(os.environ, PYTHONPATH=str(request.config.rootpath))
-    with subprocess.Popen([sys.executable, script, end], env=environment, stdout=subprocess.PIPE, text=True) as parent:
-        workers = [int(word) for word in parent.stdout.readline().split()]
-        assert len(workers) == 2
-        if end == "hang":
+    with subprocess.Popen([sys.executable, script, tmp_path, str(seconds)], env=environment) as parent:
+        _wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
+        if parent_is_killed:
             parent.kill()
-        assert parent.wait(timeout=30) == (0 if end == "return" else -signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while any(map(_is_running, workers)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(_is_running, workers))
+        assert parent.wait(timeout=30) == (-signal.SIGKILL if parent_is_killed else 0)
+    workers = [int(path.stem) for path in tmp_path.glob("*.pid")]
+    _wait_until(lambda: not any(map(_is_running, workers)), seconds=30)
 
 
 @pytest.mark.parametrize(("module", "function"), RESETS)

@@ -24,17 +24,17 @@ AGREE_POLL_SECONDS = 0.5
 class RankConsistency:
     """Watches one group of ranks. Build one per engine, on every rank in the same order."""
 
-    _instances = 0
-
     def __init__(self, group: Group, timeout: timedelta = timedelta(minutes=30)):
         self.group = group
         self._timeout_seconds = timeout.total_seconds()
         self._store = None
         self._agreements = 0
-        RankConsistency._instances += 1
         if group.size > 1:
-            name = f"deepspeed/consistency/{RankConsistency._instances}/{'-'.join(map(str, group.ranks[:8]))}"
-            self._store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+            store = dist.PrefixStore(f"deepspeed/consistency/{group.name}/{group.ranks[0]}",
+                                     dist.distributed_c10d._get_default_store())
+            # the number lives in the store, so that it starts anew with every process group
+            number = store.add(f"instances of rank {group.rank}", 1)
+            self._store = dist.PrefixStore(str(number), store)
 
     def wait(self, work: dist.Work, label: str) -> None:
         """Wait for `work`; raise CommError when the ranks turn out to wait for different things."""

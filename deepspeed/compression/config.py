@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from deepspeed.runtime.config_utils import (
-    REQUIRED, Bool, Count, DeepSpeedConfigModel, Float, Int, Problem, TextList, advice, reads_as_true,
+    REQUIRED, Bool, Count, DeepSpeedConfigModel, Float, Int, Problem, ProperFraction, TextList, advice, reads_as_true,
 )
 
 
@@ -181,7 +181,7 @@ class SparsePruningShared(TechniqueShared):
     method: Literal["l1", "topk", "snip_momentum"] = Field("l1", description=(
         "Static magnitude, learnable top-k, or momentum-based block pruning."))
     block_pattern: str = Field("4x1", description="Block shape NxM or N:M.")
-    dense_ratio: Annotated[Float, Field(gt=0, lt=1)] = Field(0.1, description="Overall share of weights kept.")
+    dense_ratio: ProperFraction = Field(0.1, description="Overall share of weights kept.")
     excluded_modules: TextList = Field([], description="Modules left dense.")
 
     def conflicts(self) -> Iterator[Problem]:

@@ -24,8 +24,10 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
 
 HOLD_SECONDS = 2.0
 READ_BYTES = 1 << 16
+# torch.distributed puts this in front of the lines of a traceback once it is initialised.
+TORCH_PREFIX = re.compile(rb"^\[rank\d+\]: ?")
 TRACEBACK_START = re.compile(
-    rb"^(?:  \+ Exception Group )?Traceback \(most recent call last\):|^Fatal Python error: ", re.M
+    rb"^(?:\[rank\d+\]: )?(?:(?:  \+ Exception Group )?Traceback \(most recent call last\):|Fatal Python error: )", re.M
 )
 
 
@@ -57,8 +59,8 @@ class RankStream:
 
     def release(self) -> bytes:
         """Return the held text with the rank in front of each line, and hold no longer."""
-        held, self.held, self.held_since = self.held, b"", None
-        return b"".join(f"[{self.label}] ".encode() + line + b"\n" for line in held.splitlines())
+        lines, self.held, self.held_since = self.held.splitlines(), b"", None
+        return b"".join(f"[{self.label}] ".encode() + TORCH_PREFIX.sub(b"", line) + b"\n" for line in lines)
 
 
 class RankOutput(LogsSpecs):

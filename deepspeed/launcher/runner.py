@@ -53,7 +53,8 @@ __all__ = [
     "parse_resource_filter",
 ]
 
-logger = logging.getLogger(__name__)
+# By name, since this module's own is "__main__" under `python -m`.
+logger = logging.getLogger("deepspeed.launcher.runner")
 
 Resources = dict[str, list[Slot]]
 

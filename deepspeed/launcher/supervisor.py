@@ -16,11 +16,13 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import PContext, SignalException, start_processes
 
-from deepspeed.launcher.output import HOLD_SECONDS, RankOutput
+from deepspeed.launcher.output import RankOutput
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
+# How long a rank may take from its traceback to its end; it tears down devices and communication in that time.
+EXIT_SECONDS = 5.0
 # (signal, seconds to wait before the next one); SIGKILL follows the last. A peer of a failed rank mostly hangs in a
 # collective and cannot react, so it gets little time; a job that was told to stop gets the time to write a checkpoint.
 STOP_AFTER_FAILURE = ((signal.SIGTERM, 5.0),)
@@ -146,7 +148,7 @@ class _Supervisor:
         writing = [local_rank for local_rank in self._running() if self._output.held_since(local_rank) is not None]
         suspect = self._first_to_fail([*self._failed(), *writing])
         # It may still be on its way out, having written its traceback; its own exit code is wanted, not SIGTERM's.
-        self._wait_until_ended([suspect], HOLD_SECONDS)
+        self._wait_until_ended([suspect], EXIT_SECONDS)
         culprit = suspect if suspect in self._failed() else self._first_to_fail(self._failed())
         code = self._exit_codes[culprit]
         self._output.show_held(culprit)

@@ -17,6 +17,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_aliases import ALIASES
 from deepspeed.runtime.config_schema import SCHEMA_KEY, TrainingConfig
+from deepspeed.runtime.plan import KEYS_WITHOUT_EFFECT
 from deepspeed.runtime.unavailable import find_unavailable
 
 
@@ -70,6 +71,9 @@ def _check(arguments: argparse.Namespace) -> int:
     if missing:
         print("\n".join(missing), file=sys.stderr)
         return 1
+    for path, reason in KEYS_WITHOUT_EFFECT.items():
+        if config.is_set(path):
+            print(f"note: {path} has no effect: {reason}", file=sys.stderr)
     print(f"{arguments.file}: no problems; {config.train_batch_size} samples per step = "
           f"{config.train_micro_batch_size_per_gpu} per rank and backward * {config.gradient_accumulation_steps} "
           f"accumulation steps * data-parallel size, {arguments.world_size} ranks")
@@ -82,14 +86,20 @@ def _show(arguments: argparse.Namespace) -> int:
         return 1
     rows = [row for row in config.effective_values() if arguments.all or arguments.json or row[2] != "default"]
     if arguments.json:
-        print(json.dumps({path: {"value": value, "source": source} for path, value, source in rows}, indent=2,
-                         default=str))
+        described = {path: {"value": value, "source": source, **_note(path)} for path, value, source in rows}
+        print(json.dumps(described, indent=2, default=str))
         return 0
-    table = Table(Column("key", overflow="fold"), Column("value", overflow="fold"), "source", title=arguments.file)
+    columns = [Column(name, overflow="fold") for name in ("key", "value", "source", "note")]
+    table = Table(*columns, title=arguments.file)
     for path, value, source in rows:
-        table.add_row(path, json.dumps(value, default=str), source)
+        table.add_row(path, json.dumps(value, default=str), source, _note(path).get("note", ""))
     Console().print(table)
     return 0
+
+
+def _note(path: str) -> dict[str, str]:
+    """Returns the reason why a key has no effect under "note"; empty for keys that act."""
+    return {"note": f"no effect: {KEYS_WITHOUT_EFFECT[path]}"} if path in KEYS_WITHOUT_EFFECT else {}
 
 
 def _schema(arguments: argparse.Namespace) -> int:

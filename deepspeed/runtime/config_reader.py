@@ -86,7 +86,7 @@ def read_section(model: type[Section], values: Mapping[str, object], path: str, 
                 location = _dict_keys(item["loc"])
                 if not location or location in pruned:
                     raise
-                _report_item(item, model, location, path, report)
+                _report_item(item | {"input": _value_in(values, location)}, model, location, path, report)
                 _prune(remaining, location)
             pruned |= {_dict_keys(item["loc"]) for item in error.errors(include_url=False)}
 
@@ -99,6 +99,16 @@ def _dict_keys(location: tuple[int | str, ...]) -> tuple[str, ...]:
             break
         keys.append(part)
     return tuple(keys)
+
+
+def _value_in(values: Mapping[str, Any], location: tuple[str, ...]) -> object:
+    """Returns what the user wrote at the location, or in place of the block that should hold it."""
+    value: object = values
+    for key in location:
+        if not isinstance(value, Mapping) or key not in value:
+            break
+        value = value[key]
+    return value
 
 
 def _prune(values: dict[str, Any], location: tuple[str, ...]) -> None:
@@ -175,12 +185,14 @@ def _unknown_key_text(value: object, model: type[DeepSpeedConfigModel], key: str
 def check_section(section: DeepSpeedConfigModel, path: str, report: Report) -> None:
     """Reports what is wrong with values of a block together, and warns of values outside their sensible bounds.
 
-    Does the same for all blocks inside."""
+    Does the same for the blocks inside that are given; defaults need no check."""
     for problem in section.conflicts():
         here = join_path(path, problem.path)
         if report.is_sound([here]):
             report.add(here, problem.text, problem.error)
     for key, field in type(section).model_fields.items():
+        if key not in section.model_fields_set:
+            continue
         value = getattr(section, key)
         here = join_path(path, key)
         _warn_outside(field, value, here, report)

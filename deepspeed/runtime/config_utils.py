@@ -107,12 +107,13 @@ def _to_floats(value: object) -> object:
 
 
 Int = Annotated[int, BeforeValidator(to_integer)]
-Count = Annotated[Int, Field(ge=0)]
-PositiveCount = Annotated[Int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0), BeforeValidator(to_integer)]
+PositiveCount = Annotated[int, Field(ge=1), BeforeValidator(to_integer)]
 Float = Annotated[float, BeforeValidator(to_float)]
-PositiveFloat = Annotated[Float, Field(gt=0)]
-NonNegativeFloat = Annotated[Float, Field(ge=0)]
-Fraction = Annotated[Float, Field(ge=0, le=1)]
+PositiveFloat = Annotated[float, Field(gt=0), BeforeValidator(to_float)]
+NonNegativeFloat = Annotated[float, Field(ge=0), BeforeValidator(to_float)]
+Fraction = Annotated[float, Field(ge=0, le=1), BeforeValidator(to_float)]
+ProperFraction = Annotated[float, Field(gt=0, lt=1), BeforeValidator(to_float)]
 Bool = Annotated[bool, BeforeValidator(_to_bool)]
 PathText = Annotated[str, BeforeValidator(_to_path)]
 TextList = Annotated[list[str], BeforeValidator(_to_string_list)]

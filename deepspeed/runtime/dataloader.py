@@ -1,6 +1,5 @@
 """Data loaders: one that gives every rank its share of a dataset, and one that starts over at the end."""
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 
@@ -11,8 +10,6 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import FeatureNotAvailableError, UsageError
 from deepspeed.utils.timer import ThroughputTimer
-
-logger = logging.getLogger(__name__)
 
 ACCELERATOR_WORKERS = 2
 

@@ -20,8 +20,10 @@ from deepspeed.runtime.zero.coordinator import ParamCoordinator
 from deepspeed.runtime.zero.grouping import BucketSpec, plan_buckets
 from deepspeed.runtime.zero.hooks import ZeroHooks
 from deepspeed.runtime.zero.optimizer import ShardedOptimizer
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import gather_for_adoption, install_views
 from deepspeed.runtime.zero.reducer import GradientReducer
+from deepspeed.runtime.zero.stage_optimizers import DeepSpeedZeroOptimizer_Stage3, optimizer_class
 from deepspeed.runtime.zero.storage import StagingPool
 
 
@@ -61,10 +63,16 @@ def build_parts(plan: Plan, topology: Topology, model: nn.Module, inner: torch.o
     reducer.attach(hooks.start_backward, hooks.end_backward, coordinator.grads_complete)
     optimizer = None
     if inner is not None:
-        optimizer = ShardedOptimizer(
+        make = optimizer_class(
+            plan.stage, has_masters=any(bucket.dtypes.master != bucket.dtypes.param for bucket in trainable),
+            accumulates_in_fp32=all(bucket.dtypes.accumulate == torch.float32 for bucket in trainable),
+            is_elementwise=is_elementwise(inner))
+        optimizer = make(
             inner, trainable, reducer, scaler, consistency, topology.model_parallel, clip=plan.clip,
             needs_norm=plan.needs_norm, is_elementwise=is_elementwise(inner))
-    install_views(buckets, optimizer, coordinator, hooks)
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        optimizer.parameter_offload = DeepSpeedZeRoOffload(model, hooks, coordinator)
+    install_views(model, buckets, optimizer, coordinator, hooks, is_partitioned=plan.shards_parameters)
     return Parts(buckets, reducer, coordinator, hooks, scaler, optimizer, consistency)
 
 

@@ -88,7 +88,6 @@ UNAVAILABLE = (
     *_rows("Nebula checkpointing", _is_true, "nebula.enabled"),
     *_rows("DataStates checkpointing", _is_given, "datastates_ckpt"),
     *_rows("sequence parallelism", _above(1), "sequence_parallel_size"),
-    *_rows("mixture of experts", _is_true, "use_data_before_expert_parallelism"),
     *_rows("graph harvesting", _is_true, "graph_harvesting"),
     *_rows("weight quantization at load", _is_true, "weight_quantization.enabled"),
     *_rows("the hybrid engine", _is_true, "hybrid_engine.enabled"),

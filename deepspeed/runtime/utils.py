@@ -1,6 +1,5 @@
 """Functions that training scripts import: seeds, devices, norms and clipping, partitions, memory reports."""
 
-import logging
 import math
 import random
 from bisect import bisect_right
@@ -19,8 +18,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import ProcessGroup
 from deepspeed.errors import PlanError
-
-logger = logging.getLogger(__name__)
+from deepspeed.utils.logging import write_report
 
 GIB = 2**30
 # Keeps the clipping coefficient finite for a norm of 0; the same constant as torch.nn.utils.clip_grad_norm_.
@@ -123,11 +121,7 @@ def _write_memory_report(message: str) -> None:
         f"CA {accelerator.memory_reserved() / GIB:.2f} GB  Max_CA {accelerator.max_memory_reserved() / GIB:.2f} GB\n"
         f"CPU Virtual Memory:  used = {host.used / GIB:.2f} GB, percent = {host.percent}%"
     )
-    # Asked for by a call: written whatever the log level, by the ranks that the caller picked.
-    record = logger.makeRecord(
-        logger.name, logging.INFO, __file__, 0, text, (), None, "report", extra={"all_ranks": True}
-    )
-    logger.handle(record)
+    write_report(text)
 
 
 def _rank() -> int:

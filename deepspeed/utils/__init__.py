@@ -48,18 +48,30 @@ _MODULE_EXPORTS = {
     "deepspeed.comm": ("is_initialized",),
 }
 _HOMES = {name: module for module, names in _MODULE_EXPORTS.items() for name in names}
-_GROUPS = "deepspeed.utils.groups"
+_SUBMODULES = (
+    "comms_logging",
+    "groups",
+    "init_on_device",
+    "logging",
+    "numa",
+    "nvtx",
+    "tensor_fragment",
+    "timer",
+    "zero_to_fp32",
+)
 
 
 def __getattr__(name: str) -> object:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _SUBMODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if not name.startswith("__"):
-        groups = importlib.import_module(_GROUPS)
-        if name in vars(groups):
-            return vars(groups)[name]
+        getters = vars(importlib.import_module(f"{__name__}.groups"))
+        if name in getters:
+            return getters[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_HOMES, *_SUBMODULES})

@@ -7,8 +7,7 @@ from typing import Protocol
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import UsageError
-
-logger = logging.getLogger(__name__)
+from deepspeed.utils.logging import logger as public_logger
 
 FORWARD_MICRO_TIMER = "fwd_microstep"
 FORWARD_GLOBAL_TIMER = "fwd"
@@ -25,8 +24,8 @@ GIB = 2**30
 
 
 def _report(message: str) -> None:
-    """Write `message` on rank 0 whatever the log level: the user asked for it by a configuration key."""
-    logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, message, (), None, "report"))
+    """Write `message` on rank 0 (the record bears this module's name), whatever the log level: a key asked for it."""
+    public_logger.handle(public_logger.makeRecord(__name__, logging.INFO, __file__, 0, message, (), None, "report"))
 
 
 def _synchronized_seconds() -> float:

@@ -209,10 +209,14 @@ def test_every_torch_reduction_has_a_name():
         assert comm_module._torch_op(op) == getattr(torch.distributed.ReduceOp, op.name)
 
 
-@pytest.mark.parametrize("name", ["broadcast", "all_gather", "all_reduce", "reduce", "gather", "scatter", "barrier", "send"])
+@pytest.mark.parametrize(
+    "name", ["broadcast", "all_gather", "all_reduce", "reduce", "gather", "scatter", "barrier", "send"]
+)
 def test_call_shapes_are_those_of_torch(name):
     ours = list(inspect.signature(getattr(comm, name)).parameters)
-    torchs = [p for p in inspect.signature(getattr(torch.distributed, name)).parameters if p not in ("group_src", "group_dst")]
+    torchs = [
+        p for p in inspect.signature(getattr(torch.distributed, name)).parameters if p not in ("group_src", "group_dst")
+    ]
     assert ours == torchs[: len(ours)]
 
 
@@ -229,7 +233,9 @@ def test_recorded_calls_know_bytes_bandwidth_and_caller():
     raw = comm.comms_logger.get_raw_data()
     assert [list(sizes) for sizes in raw.values()] == [[16], [32], [12], [0]]
     count, latency, algbw, busbw = raw[f"mine | {caller}"][32]
-    assert count == 1 and algbw[0] == pytest.approx(32 * 8 / latency[0] / 1e6) and busbw[0] == pytest.approx(algbw[0] / 2)
+    assert (
+        count == 1 and algbw[0] == pytest.approx(32 * 8 / latency[0] / 1e6) and busbw[0] == pytest.approx(algbw[0] / 2)
+    )
 
 
 @distributed(world_size=2)
@@ -275,10 +281,15 @@ def test_summary_finds_the_straggler():
 
 def test_a_second_process_needs_no_port_to_be_alone():
     """Two processes that nobody launched may run at once, although both would take the same default port."""
-    code = "import deepspeed.comm as d, sys; d.init_distributed(); print(d.get_world_size(), flush=True); sys.stdin.readline()"
+    code = (
+        "import deepspeed.comm as d, sys; d.init_distributed(); print(d.get_world_size(), flush=True);"
+        " sys.stdin.readline()"
+    )
     environment = {k: v for k, v in os.environ.items() if k not in comm_module.discovery.REQUIRED}
     processes = [
-        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
         for _ in range(2)
     ]
     try:

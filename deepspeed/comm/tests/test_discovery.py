@@ -31,8 +31,17 @@ def _place():
 
 
 def test_a_complete_environment_is_taken_as_it_is(monkeypatch):
-    _set(monkeypatch, RANK=3, WORLD_SIZE=4, LOCAL_RANK=1, MASTER_ADDR="a", MASTER_PORT=5, SLURM_PROCID=0, SLURM_NTASKS=9,
-         SLURM_LOCALID=0)
+    _set(
+        monkeypatch,
+        RANK=3,
+        WORLD_SIZE=4,
+        LOCAL_RANK=1,
+        MASTER_ADDR="a",
+        MASTER_PORT=5,
+        SLURM_PROCID=0,
+        SLURM_NTASKS=9,
+        SLURM_LOCALID=0,
+    )
     assert discovery.discover(29500)
     assert _place() == ("3", "4", "1", "a", "5")
 
@@ -45,13 +54,28 @@ def test_slurm(monkeypatch, nodes, master):
 
 
 def test_a_slurm_step_has_its_own_nodes(monkeypatch):
-    _set(monkeypatch, SLURM_PROCID=0, SLURM_NTASKS=2, SLURM_LOCALID=0, SLURM_NODELIST="n[1-4]", SLURM_STEP_NODELIST="n[3-4]")
+    _set(
+        monkeypatch,
+        SLURM_PROCID=0,
+        SLURM_NTASKS=2,
+        SLURM_LOCALID=0,
+        SLURM_NODELIST="n[1-4]",
+        SLURM_STEP_NODELIST="n[3-4]",
+    )
     discovery.discover(29500)
     assert os.environ["MASTER_ADDR"] == "n3"
 
 
 def test_a_master_that_the_user_names_stands(monkeypatch):
-    _set(monkeypatch, SLURM_PROCID=0, SLURM_NTASKS=2, SLURM_LOCALID=0, SLURM_NODELIST="n1", MASTER_ADDR="mine", MASTER_PORT=1)
+    _set(
+        monkeypatch,
+        SLURM_PROCID=0,
+        SLURM_NTASKS=2,
+        SLURM_LOCALID=0,
+        SLURM_NODELIST="n1",
+        MASTER_ADDR="mine",
+        MASTER_PORT=1,
+    )
     discovery.discover(29500)
     assert _place()[3:] == ("mine", "1")
 
@@ -71,7 +95,13 @@ def test_a_node_list_without_a_first_host(node_list):
 
 
 def test_open_mpi_on_one_machine(monkeypatch):
-    _set(monkeypatch, OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=2, OMPI_COMM_WORLD_LOCAL_RANK=1, OMPI_COMM_WORLD_LOCAL_SIZE=2)
+    _set(
+        monkeypatch,
+        OMPI_COMM_WORLD_RANK=1,
+        OMPI_COMM_WORLD_SIZE=2,
+        OMPI_COMM_WORLD_LOCAL_RANK=1,
+        OMPI_COMM_WORLD_LOCAL_SIZE=2,
+    )
     assert discovery.discover(29501)
     assert _place() == ("1", "2", "1", "127.0.0.1", "29501")
 
@@ -95,7 +125,13 @@ class _World:
 def test_mpi4py_tells_what_the_environment_does_not(monkeypatch):
     mpi = types.SimpleNamespace(COMM_WORLD=_World(), Get_processor_name=lambda: "one")
     monkeypatch.setitem(sys.modules, "mpi4py", types.SimpleNamespace(MPI=mpi, __spec__=object()))
-    _set(monkeypatch, OMPI_COMM_WORLD_RANK=2, OMPI_COMM_WORLD_SIZE=3, OMPI_COMM_WORLD_LOCAL_RANK=1, OMPI_COMM_WORLD_LOCAL_SIZE=2)
+    _set(
+        monkeypatch,
+        OMPI_COMM_WORLD_RANK=2,
+        OMPI_COMM_WORLD_SIZE=3,
+        OMPI_COMM_WORLD_LOCAL_RANK=1,
+        OMPI_COMM_WORLD_LOCAL_SIZE=2,
+    )
     assert discovery.discover(29502)
     assert _place() == ("2", "3", "1", "10.0.0.1", "29502")
 
@@ -108,8 +144,16 @@ def test_mpi_without_mpi4py(monkeypatch):
 
 
 def test_azure_on_one_and_on_several_machines(monkeypatch):
-    _set(monkeypatch, AZUREML_EXPERIMENT_ID="x", OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=2, OMPI_COMM_WORLD_LOCAL_RANK=1,
-         OMPI_COMM_WORLD_LOCAL_SIZE=2, AZ_BATCHAI_MPI_MASTER_NODE="solo", AZ_BATCH_MASTER_NODE="first:7000")
+    _set(
+        monkeypatch,
+        AZUREML_EXPERIMENT_ID="x",
+        OMPI_COMM_WORLD_RANK=1,
+        OMPI_COMM_WORLD_SIZE=2,
+        OMPI_COMM_WORLD_LOCAL_RANK=1,
+        OMPI_COMM_WORLD_LOCAL_SIZE=2,
+        AZ_BATCHAI_MPI_MASTER_NODE="solo",
+        AZ_BATCH_MASTER_NODE="first:7000",
+    )
     discovery.discover(29500)
     assert _place() == ("1", "2", "1", "solo", "54965")
     assert os.environ["NCCL_SOCKET_IFNAME"] == "^docker0,lo"
@@ -125,8 +169,15 @@ def test_azure_without_what_it_promises(monkeypatch):
 
 
 def test_sagemaker(monkeypatch):
-    _set(monkeypatch, SM_TRAINING_ENV="{}", OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=2, OMPI_COMM_WORLD_LOCAL_RANK=1,
-         MASTER_ADDR="algo-1", MASTER_PORT=7777)
+    _set(
+        monkeypatch,
+        SM_TRAINING_ENV="{}",
+        OMPI_COMM_WORLD_RANK=1,
+        OMPI_COMM_WORLD_SIZE=2,
+        OMPI_COMM_WORLD_LOCAL_RANK=1,
+        MASTER_ADDR="algo-1",
+        MASTER_PORT=7777,
+    )
     assert discovery.in_aws_sm()
     discovery.discover(29500)
     assert _place() == ("1", "2", "1", "algo-1", "7777")
@@ -157,7 +208,9 @@ def test_a_taken_port_is_avoided():
         assert os.environ["MASTER_PORT"] != str(port)
 
 
-@pytest.mark.parametrize("given", [{"RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}])
+@pytest.mark.parametrize(
+    "given", [{"RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}]
+)
 def test_half_an_environment(monkeypatch, given):
     _set(monkeypatch, **given)
     with pytest.raises(CommError, match="lacks .*MASTER_ADDR"):

@@ -7,6 +7,7 @@ import torch.distributed
 from deepspeed import comm
 from deepspeed.comm.topology import Topology, _derive, _join
 from deepspeed.errors import PlanError, UsageError
+from deepspeed.utils import groups
 from tests.support.pool import distributed
 
 
@@ -63,7 +64,12 @@ def test_all_ranks_are_data_parallel_by_default(world_size):
         assert group.ranks == everybody == _ranks_seen(group)
         assert (group.rank, group.size) == (comm.get_rank(), world_size)
         assert (group.process_group is None) == (world_size == 1)
-    for group in (topology.sequence_parallel, topology.model_parallel, topology.tensor_parallel, topology.pipe_parallel):
+    for group in (
+        topology.sequence_parallel,
+        topology.model_parallel,
+        topology.tensor_parallel,
+        topology.pipe_parallel,
+    ):
         assert group.ranks == (comm.get_rank(),) and group.process_group is None
     assert _live_groups() == before, "the default process group serves"
 
@@ -188,11 +194,11 @@ def test_mpu_groups_are_used_as_they_are():
 @distributed(world_size=4)
 def test_mpu_with_sequence_groups_only():
     rank = comm.get_rank()
-    groups = [comm.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    made = [comm.new_group(ranks) for ranks in ([0, 1], [2, 3])]
 
     class SequenceMpu:
         def get_sequence_parallel_group(self):
-            return groups[rank // 2]
+            return made[rank // 2]
 
     topology = Topology.build(mpu=SequenceMpu())
     assert topology.data_parallel.ranks == (rank % 2, rank % 2 + 2)
@@ -283,3 +289,31 @@ def test_claims_that_form_no_partition(claims, message):
 def test_build_before_communication_has_started():
     with pytest.raises(UsageError, match="init_distributed"):
         Topology.build()
+
+
+@pytest.mark.gpu
+@distributed(world_size=2, backend="nccl")
+def test_groups_over_nccl():
+    device = torch.device("cuda", comm.get_rank())
+    torch.cuda.set_device(device)
+
+    def total(group):
+        tensor = torch.full((3,), comm.get_rank() + 1.0, device=device)
+        comm.all_reduce(tensor, group=group)
+        return tensor[0].item()
+
+    topology = Topology.build(mesh_param=(2, 1))
+    assert total(topology.data_parallel.process_group) == 3.0
+    side = topology.world.duplicate("side")
+    assert total(side.process_group) == 3.0
+    groups.set_topology(topology)
+    assert total(groups._get_sequence_parallel_group()) == comm.get_rank() + 1.0
+    out, full = torch.zeros(2, device=device), torch.ones(4, device=device)
+    comm.configure(enabled=True)
+    comm.reduce_scatter_tensor(out, full, op=comm.ReduceOp.AVG, async_op=True).wait()
+    comm.all_gather_into_tensor(full, out, group=side.process_group)
+    assert full.tolist() == [1.0] * 4 and comm.get_comm_operation_count() == 2
+    assert comm.log_summary(show_straggler=True, return_dict=True)["straggler_analysis"]
+    comm.configure(enabled=False)
+    topology.close()
+    assert total(None) == 3.0

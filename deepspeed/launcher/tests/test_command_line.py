@@ -55,15 +55,23 @@ def an_open_port() -> str:
 
 
 def test_two_ranks_on_a_cpu_and_their_failure(tmp_path, environment):
+    """Rank 0's collective fails because rank 1 has failed: only rank 1's traceback is of use."""
     script = write(
-        tmp_path, "s.py", "import os, sys\nprint('rank', os.environ['RANK'], sys.argv[1:])\nsys.exit(int(sys.argv[-1]))"
+        tmp_path,
+        "s.py",
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.all_reduce(torch.ones(1))\n"
+        "if dist.get_rank() == 1:\n    raise ValueError('the cause')\n"
+        "dist.all_reduce(torch.ones(1))\n",
     )
-    done = subprocess.run(
-        [*RUNNER, "-q", "--num_gpus", "2", script, "5"], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 5
-    assert re.search(r"\[ERROR\].*rank [01] \(pid \d+\) failed with exit code 5", done.stdout)
-    assert "INFO" not in done.stdout and "Traceback" not in done.stderr
+    command = [*RUNNER, "-q", "--num_gpus", "2", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.search(r"\[ERROR\].*rank 1 \(pid \d+\) failed with exit code 1", done.stdout)
+    assert "INFO" not in done.stdout
+    assert done.stderr.count("Traceback") == 1 and "[rank 1] ValueError: the cause\n" in done.stderr
+    assert "Connection closed" not in done.stderr
 
 
 def test_two_nodes_started_by_hand_form_one_world(tmp_path, environment):
@@ -126,20 +134,13 @@ def test_control_c_stops_a_pdsh_job_on_all_hosts(tmp_path, environment):
         [*RUNNER, *flags, script], env=environment, stdout=subprocess.DEVNULL, start_new_session=True
     )
     files = [tmp_path / "rank0", tmp_path / "rank1"]
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not all(path.exists() and path.read_text() == "ready" for path in files):
         assert time.monotonic() < deadline and job.poll() is None
         time.sleep(0.05)
     job.send_signal(signal.SIGINT)
-    assert job.wait(30) == 130
+    assert job.wait(60) == 130
     assert [path.read_text() for path in files] == ["stopped", "stopped"]
-
-
-def test_a_bad_hostfile_gives_a_message_and_no_traceback(tmp_path, environment):
-    hosts = write(tmp_path, "hosts", "a slots=8\nb lots=8\n")
-    done = subprocess.run([*RUNNER, "-H", hosts, "s.py"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert f'{hosts}, line 2: "b lots=8"' in done.stderr
 
 
 def test_ds_ssh(tmp_path, environment):

@@ -111,7 +111,10 @@ def test_save_pid(tmp_path, monkeypatch):
 
 def test_a_log_file_for_each_rank(tmp_path, capfd):
     script = (
-        "import os, sys; print('out', os.environ['RANK']); sys.stderr.write('err\\n'); "
+        "import os, sys, time\nprint('out', os.environ['RANK'])\nsys.stderr.write('err\\n')\n"
+        f"done = os.path.join({str(tmp_path)!r}, 'done')\n"
+        "if os.environ['RANK'] == '0':\n    open(done, 'w')\n"
+        "while not os.path.exists(done):\n    time.sleep(0.01)\n"
         "sys.exit(os.environ['RANK'] == '1')"
     )
     logs = tmp_path / "logs" / "deep"

@@ -106,6 +106,15 @@ def test_other_reports_of_death_count_too(output, pipes, start):
     assert output.held_since(0) is not None
 
 
+def test_the_rank_is_not_told_twice(output, pipes, capfd):
+    text = "Traceback (most recent call last):\n\nValueError: boom\n"
+    os.write(pipes[1], "".join(f"[rank5]: {line}" for line in text.splitlines(keepends=True)).encode())
+    output.pump(1)
+    assert capfd.readouterr().err == ""
+    output.show_held(1)
+    assert capfd.readouterr().err == "".join(f"[rank 5] {line}" for line in text.splitlines(keepends=True))
+
+
 def test_log_files_get_everything_and_the_console_tracebacks(tmp_path, capfd):
     output = RankOutput(["rank 0"], [tmp_path / "log"])
     destinations = output.reify({0: {}})

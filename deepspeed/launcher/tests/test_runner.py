@@ -91,10 +91,12 @@ def test_refused(launched, flags, error, message):
     assert launched == []
 
 
-def test_the_console_gets_the_message_only(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["deepspeed", "--autotuning", "tune", "train.py"])
+def test_the_console_gets_the_message_only(monkeypatch, capsys, tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=8\nb lots=8\n")
+    monkeypatch.setattr("sys.argv", ["deepspeed", "-H", str(hosts), "train.py"])
     assert main() == 1
-    assert capsys.readouterr().err.startswith("deepspeed: FeatureNotAvailableError: --autotuning tune")
+    assert capsys.readouterr().err.startswith(f'deepspeed: LauncherError: {hosts}, line 2: "b lots=8" is not')
 
 
 def test_on_a_cpu_the_number_of_ranks_is_free():

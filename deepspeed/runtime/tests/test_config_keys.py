@@ -36,14 +36,31 @@ WRONG = {
     "float or list[float]": ["1", True, ["1"], {}], 'int or "auto"': ["automatic", 1.5], 'float or "auto"': ["x"],
     '"auto" or list[string]': ["x", [1]], "int (or float inf)": ["5", True, 0, -1, math.nan],
 }
-WRONG_ELASTIC_VERSION = [True, [], 0.3, "x"]
+DERIVED = {"zero_optimization.overlap_comm": False}
+
+
+# What must stand beside a key so that it counts.
+COMPANIONS = {
+    "sparse_attention.num_random_blocks": {"mode": "bigbird"},
+    "sparse_attention.num_sliding_window_blocks": {"mode": "bigbird"},
+    "sparse_attention.local_window_blocks": {"mode": "variable"},
+    "sparse_attention.global_block_indices": {"mode": "variable"},
+    "sparse_attention.global_block_end_indices": {"mode": "variable"},
+    "zero_optimization.zenflow": {"offload_optimizer": {"device": "cpu"}},
+}
 
 
 def config_with(key: str, value: object) -> dict:
-    """A configuration that sets one dotted key, and the optimizer or scheduler type that the key belongs to."""
+    """A configuration that sets one dotted key, and what the key needs beside it."""
     result = json.loads(json.dumps(BASE))
     for path, types in ROWS[key].get("when", {}).items():
-        result[path.split(".")[0]] = {"type": types[0]}
+        section = path.split(".")[0]
+        required = [other.split(".")[-1] for other, row in ROWS.items()
+                    if row.get("required") and types[0] in row.get("when", {}).get(path, ())]
+        result[section] = {"type": types[0], "params": dict.fromkeys(required, "auto")}
+    for path, companions in COMPANIONS.items():
+        if key == path or key.startswith(path + "."):
+            result[path.split(".")[0]] = dict(companions)
     inner = result
     *blocks, last = key.split(".")
     for block in blocks:
@@ -75,116 +92,120 @@ def plain(value: object) -> object:
     return value.model_dump(mode="json") if isinstance(value, DeepSpeedConfigModel) else value
 
 
-@pytest.mark.parametrize("key", ROWS)
-def test_default(key: str) -> None:
-    row = ROWS[key]
-    if "deprecated_alias_of" in row or key in SPECIAL:
-        pytest.skip("not a key with a default of its own")
-    config = DeepSpeedConfig(BASE | ({path.split(".")[0]: {"type": types[0]} for path, types in row["when"].items()}
-                                     if row.get("when") and not row.get("required") else {}), world_size=1)
-    if row.get("when") and row.get("required"):
-        pytest.skip("has no default")
-    if key.startswith("train_"):
-        assert config.resolved(key)[0] == 1
-        return
-    path = key.replace("<group>", "g").replace("<metric>", "m")
-    if path != key:
-        assert default_of_named(key) == row["default"] or row["type"] == "dict"
-        return
-    value, source = config.resolved(path)
-    if row["type"] == "dict":
-        assert value is None or isinstance(value, (DeepSpeedConfigModel, dict))
-        return
-    derived = {"zero_optimization.overlap_comm": False}
-    assert plain(value) == derived.get(key, row["default"])
-    assert source == ("derived" if key in derived else "default")
+def keys_of(block: str) -> list[str]:
+    return [key for key in ROWS if key.split(".")[0] == block]
 
 
-def default_of_named(key: str) -> object:
+by_block = pytest.mark.parametrize("block", dict.fromkeys(key.split(".")[0] for key in ROWS))
+
+
+@by_block
+def test_defaults(block: str) -> None:
+    for key in keys_of(block):
+        row = ROWS[key]
+        if "deprecated_alias_of" in row or key in SPECIAL or row.get("required") or key.startswith("train_"):
+            continue
+        if "<" in key:
+            assert row["type"] == "dict" or named_default(key) == row["default"], key
+            continue
+        value, source = DeepSpeedConfig(types_only(row), world_size=1).resolved(key)
+        if row["type"] == "dict":
+            assert value is None or isinstance(value, (DeepSpeedConfigModel, dict)), key
+            continue
+        assert plain(value) == DERIVED.get(key, row["default"]), key
+        assert source == ("derived" if key in DERIVED else "default"), key
+
+
+def types_only(row: dict) -> dict:
+    sections = {path.split(".")[0]: types[0] for path, types in row.get("when", {}).items()}
+    return BASE | {section: {"type": name, "params": {"cycle_min_lr": 0, "cycle_max_lr": 1, "total_num_steps": 1}}
+                   if section == "scheduler" else {"type": name} for section, name in sections.items()}
+
+
+def named_default(key: str) -> object:
     fields = dict(walk_fields(TrainingConfig))
-    field = fields[key.replace("<group>", "<name>").replace("<metric>", "<name>")]
-    return plain(field.default)
+    return plain(fields[key.replace("<group>", "<name>").replace("<metric>", "<name>")].default)
 
 
-@pytest.mark.parametrize("key", ROWS)
-def test_values_of_the_type_are_accepted(key: str) -> None:
-    row = ROWS[key]
-    if key in SPECIAL or row["type"] == "any" or key == "elasticity.version":
-        pytest.skip("tested by itself")
-    samples = row["choices"] if "choices" in row else list(SAMPLES[row["type"]])
-    if row["type"] == "float" and row.get("exclusive_max"):
-        samples = [0.5]
+@by_block
+def test_values_of_the_type_are_accepted(block: str) -> None:
+    for key in keys_of(block):
+        row = ROWS[key]
+        if key in SPECIAL or row["type"] == "any":
+            continue
+        for sample in samples_of(key, row):
+            assert type_problems(config_with(key, sample), key) == []
+
+
+def samples_of(key: str, row: dict) -> list:
     if key == "optimizer.params.betas":
-        samples = [[0.9, 0.95], (0.9, 0.95), [0, 0.5]]
-    if row.get("nullable"):
-        samples = [*samples, None]
-    for sample in samples:
-        assert type_problems(config_with(key, sample), key) == []
-
-
-@pytest.mark.parametrize("key", ROWS)
-def test_values_of_another_type_are_refused(key: str) -> None:
-    row = ROWS[key]
-    if key in SPECIAL or row["type"] == "any" or canonical(key).endswith("."):
-        pytest.skip("tested by itself, or without a type")
-    if row["type"] == "enum":
-        wrong = [7, []]
-    else:
-        wrong = WRONG_ELASTIC_VERSION if key == "elasticity.version" else WRONG[row["type"]]
-    free_blocks = {"zero_optimization": [True, False]}
-    for value in wrong:
-        if value is None and (row.get("nullable") or row["default"] is None):
-            continue
-        if value in free_blocks.get(key, []) or canonical(key).endswith("None"):
-            continue
-        problems = type_problems(config_with(key, value), key)
-        assert problems, f"{key} accepts {value!r}"
-
-
-@pytest.mark.parametrize("key", [key for key, row in ROWS.items() if row.get("enforced")])
-def test_enforced_ranges(key: str) -> None:
-    row = ROWS[key]
+        return [[0.9, 0.95], (0.9, 0.95), [0, 0.5]]
     if "choices" in row:
-        wrong = ["no such choice"] if row["type"] == "enum" else [max(row["choices"]) + 1]
-        right = row["choices"]
+        samples = row["choices"]
     else:
-        low = row.get("min", row.get("exclusive_min"))
-        wrong = [low - 1] + ([low] if "exclusive_min" in row else [])
-        right = [low] if "min" in row else []
-        high = row.get("max", row.get("exclusive_max"))
-        wrong += [] if high is None else [high + 1]
-    for value in wrong:
-        assert type_problems(config_with(key, value), key), f"{key} accepts {value!r}"
-    for value in right:
-        assert not type_problems(config_with(key, value), key), f"{key} refuses {value!r}"
+        samples = [0.5] if row.get("exclusive_max") else SAMPLES[row["type"]]
+    return [*samples, None] if row.get("nullable") else samples
 
 
-@pytest.mark.parametrize("key", ROWS)
-def test_auto_is_legal_for_every_key(key: str) -> None:
-    row = ROWS[key]
-    if key in ("train_micro_batch_size_per_gpu", "allgather_size"):
-        pytest.skip("given by the base, or not a key of its own")
-    values = config_with(key, "auto")
-    if key in ("optimizer.type", "scheduler.type"):
-        values[key.split(".")[0]] = {"type": "auto"}
-    config = DeepSpeedConfig(values, world_size=1)
-    if canonical(key).endswith("None"):
-        return
-    value, source = config.resolved(key)
-    if value != "auto":
-        assert source == "auto"
-    if row["type"] not in ("dict",) and "<" not in key and "deprecated_alias_of" not in row:
-        expected = {"train_batch_size": 1, "zero_optimization.overlap_comm": False}.get(key, row["default"])
-        assert plain(value) == expected
+@by_block
+def test_values_of_another_type_are_refused(block: str) -> None:
+    for key in keys_of(block):
+        row = ROWS[key]
+        if key in SPECIAL or row["type"] == "any" or canonical(key).endswith(".None"):
+            continue
+        wrong = [7, []] if row["type"] == "enum" else WRONG[row["type"]]
+        if key == "elasticity.version":
+            wrong = [True, [], 0.3, "x"]
+        if key == "zero_optimization":
+            wrong = [3, "on"]
+        for value in wrong:
+            if value is not None or not (row.get("nullable") or row["default"] is None):
+                assert type_problems(config_with(key, value), key), f"{key} accepts {value!r}"
+
+
+@by_block
+def test_enforced_ranges(block: str) -> None:
+    for key in keys_of(block):
+        row = ROWS[key]
+        wrong, right = bounds_of(row) if row.get("enforced") else ([], [])
+        for value in wrong:
+            assert type_problems(config_with(key, value), key), f"{key} accepts {value!r}"
+        for value in right:
+            assert not type_problems(config_with(key, value), key), f"{key} refuses {value!r}"
+
+
+def bounds_of(row: dict) -> tuple[list, list]:
+    """Values just outside and just inside the range of a key."""
+    if "choices" in row:
+        outside = "no such choice" if row["type"] == "enum" else max(row["choices"]) + 1
+        return [outside], row["choices"]
+    low, high = row.get("min"), row.get("max")
+    above, below = row.get("exclusive_min"), row.get("exclusive_max")
+    wrong = [low - 1 if low is not None else above, high + 1 if high is not None else below]
+    return [value for value in wrong if value is not None], [value for value in (low, high) if value is not None]
+
+
+@by_block
+def test_auto_is_legal_for_every_key(block: str) -> None:
+    for key in keys_of(block):
+        row = ROWS[key]
+        if key in ("train_micro_batch_size_per_gpu", "allgather_size") or key.endswith(">"):
+            continue  # given by the base; no key of its own; a name that is free
+        config = DeepSpeedConfig(config_with(key, "auto"), world_size=1)
+        if canonical(key).endswith(".None"):
+            continue
+        value, source = config.resolved(key)
+        assert source == "auto" or value == "auto", key
+        if row["type"] != "dict" and "<" not in key and "deprecated_alias_of" not in row:
+            assert plain(value) == {"train_batch_size": 1, **DERIVED}.get(key, row["default"]), key
 
 
 def test_every_field_is_documented() -> None:
     known = {key.replace("<group>", "<name>").replace("<metric>", "<name>") for key in map(canonical, ROWS)}
     fields = dict(walk_fields(TrainingConfig))
-    nested_copies = {"quantize_training.eigenvalue", "zero_optimization.offload_param"}
     for path, field in fields.items():
         assert field.description, path
-        if not any(path == prefix or path.startswith(prefix + ".") for prefix in nested_copies):
+        if not path.startswith("quantize_training.eigenvalue"):
             assert path in known or path.endswith(("<name>", ".layer_token_lr_schedule")), path
 
 

@@ -82,8 +82,8 @@ class ParamBucket:
         self.node_shard: NodeShard | None = None  # hpZ: a second shard over the ranks of a node
         self.holds = 0  # scopes that use it now (see ParamCoordinator)
         self.pins = 0  # GatheredParameters contexts around it
-        self.on_visibility: Callable[[ParamBucket], None] = lambda _: None  # told when parameters appear or disappear
-        self._views: tuple[int, list[torch.Tensor]] | None = None
+        self.watchers: list[Callable[[ParamBucket], None]] = []  # told when parameters appear or disappear
+        self._views: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self._init_gradients()
 
     # ---- parameters ------------------------------------------------------------------------------------------------
@@ -117,8 +117,8 @@ class ParamBucket:
         if flat is not None:
             return self._cut(flat)
         flat = self.storage.tensor
-        if self._views is None or self._views[0] != flat.data_ptr():
-            self._views = (flat.data_ptr(), self._cut(flat))
+        if self._views is None or self._views[0] is not flat:
+            self._views = (flat, self._cut(flat))
         return self._views[1]
 
     def slice_on_rank(self, index: int, rank: int | None = None) -> ParamSlice | None:
@@ -152,7 +152,7 @@ class ParamBucket:
                 self.node_shard.keep(self.storage.tensor)
             self._bind_full()
             self.state = BucketState.FULL
-            self.on_visibility(self)
+            self._tell_watchers()
 
     def hide(self) -> None:
         """Show the parameters placeholders. The full storage and its content stay."""
@@ -164,7 +164,7 @@ class ParamBucket:
             parameter.data = placeholder
         was_full, self.state = self.is_full, BucketState.SHARDED
         if was_full:
-            self.on_visibility(self)
+            self._tell_watchers()
 
     def release(self) -> None:
         """Give the full storage back; the parameters show placeholders."""
@@ -219,6 +219,10 @@ class ParamBucket:
     def label(self, action: str, why: str = "") -> str:
         """Return the text that names a collective of this bucket in errors and profiles."""
         return f"{action} of bucket {self.name}" + (f" for {why}" if why else "")
+
+    def _tell_watchers(self) -> None:
+        for watcher in self.watchers:
+            watcher(self)
 
     def _bind_full(self) -> None:
         for parameter, view in zip(self.params, self.full_views()):

@@ -245,6 +245,15 @@ class ParamCoordinator:
         """Release every sharded bucket that is not pinned, also what was gathered ahead."""
         self._drop_holds()
 
+    @property
+    def has_order(self) -> bool:
+        """An order of execution is recorded."""
+        return any(trace.fetches for trace in self._traces.values())
+
+    def forget_order(self) -> None:
+        """Record the order of execution anew. Every rank calls, between steps."""
+        self._traces = {phase: _Trace() for phase in Phase}
+
     def finish_pending(self) -> None:
         """Wait for the gathers after an update, so that parameters that are kept whole show their values."""
         for bucket in self.buckets:

@@ -72,25 +72,42 @@ class ZeroHooks:
         self._owners: dict[ParamBucket, list[nn.Module]] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._depth = 0  # forwards of hooked modules that are running
-        for module in root.modules():
-            self._watch(module)
+        self._is_installed = False
+        self._buckets = list(buckets)
         for bucket in buckets:
-            bucket.on_visibility = self._show_or_watch
             for module in bucket.spec.scopes:
                 self.scope_of(module).buckets.append(bucket)
-            self._show_or_watch(bucket)
         self.scope_of(root)
+        self.install()
 
     # ---- installation ------------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Put every hook in place: at construction, and again after `remove`."""
+        if self._is_installed:
+            return
+        self._is_installed = True
+        for module in self._root.modules():
+            self._watch(module)
+        for bucket in self._buckets:
+            bucket.watchers.append(self._show_or_watch)
+            self._show_or_watch(bucket)
+        for scope in self._scopes.values():
+            self._hook(scope)
+
+    def _hook(self, scope: Scope) -> None:
+        module = scope.module
+        self._handles.append(module.register_forward_pre_hook(
+            _undisturbed(lambda _, args, kwargs: self._enter(scope, args, kwargs)), prepend=True, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(
+            _undisturbed(lambda _, args, kwargs, output: self._leave(scope, args, kwargs, output)), with_kwargs=True))
 
     def scope_of(self, module: nn.Module) -> Scope:
         """Return the module's scope, hooking the module when it has none yet."""
         if module not in self._scopes:
             scope = self._scopes[module] = Scope(module, self._names.get(module, type(module).__name__))
-            self._handles.append(module.register_forward_pre_hook(
-                _undisturbed(lambda _, args, kwargs: self._enter(scope, args, kwargs)), prepend=True, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(
-                _undisturbed(lambda _, args, kwargs, output: self._leave(scope, args, kwargs, output)), with_kwargs=True))
+            if self._is_installed:
+                self._hook(scope)
         return self._scopes[module]
 
     def add_external(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
@@ -103,14 +120,18 @@ class ZeroHooks:
 
     def remove(self) -> None:
         """Take out every hook and give the modules their plain parameter dicts back."""
+        if not self._is_installed:
+            return
+        self._is_installed = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         for module, plain in self._plain.items():
             module.__dict__["_parameters"] = plain
-        for bucket in set(self._bucket_of.values()):
-            bucket.on_visibility = _nobody_watches
+        for bucket in self._buckets:
+            bucket.watchers.remove(self._show_or_watch)
         self._plain.clear()
+        self._owners.clear()
 
     def _watch(self, module: nn.Module) -> None:
         plain = module.__dict__.get("_parameters")
@@ -194,7 +215,3 @@ def _undisturbed(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Keep torch.compile out of a hook: it runs between compiled regions, not inside them."""
     # not imported for its own sake: that takes a second, and who compiled a module has it loaded
     return torch._dynamo.disable(hook) if "torch._dynamo" in sys.modules else hook
-
-
-def _nobody_watches(_: ParamBucket) -> None:
-    return None

@@ -88,10 +88,11 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
 
     def _update(self) -> None:
         norm = self.grad_norm() if self._needs_norm else None
+        factor = self._factor(norm)  # before `accepts`, which may raise the scale for the next backward
         if norm is not None and not self.loss_scaler.accepts(norm):
             self.overflow = True
             return
-        self._load_gradients(self._factor(norm))
+        self._load_gradients(factor)
         self.optimizer.step()
         for piece in self._pieces:
             piece.tensor.grad = None

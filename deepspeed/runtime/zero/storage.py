@@ -56,6 +56,8 @@ class FullStorage:
     def move_to_slot(self, slot: Slot | None) -> None:
         """Use `slot` from now on (None: storage of its own). Call it while the bucket is released."""
         self._own.untyped_storage().resize_(0)
+        if self._slot is not None and self._slot.tenant is not None and self._slot.tenant.storage is self:
+            self._slot.tenant = None
         self._slot = slot
         self.is_current = False
 

@@ -12,24 +12,28 @@ from deepspeed.ops.adam import FusedAdam
 SHAPES = [(7, 5), (3,), (), (0, 4), (17,)]
 
 
-def make_params(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def make_params(dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(3)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in SHAPES]
 
 
 def set_grads(params: list[torch.nn.Parameter], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for param in params:
-        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        param.grad = torch.randn(param.shape, generator=generator).to(param)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("adam_w_mode", "torch_class"), [(True, torch.optim.AdamW), (False, torch.optim.Adam)])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_equals_torch_bit_for_bit(
-    dtype: torch.dtype, adam_w_mode: bool, torch_class: type[torch.optim.Optimizer], weight_decay: float
+    device: str, dtype: torch.dtype, adam_w_mode: bool, torch_class: type[torch.optim.Optimizer], weight_decay: float
 ) -> None:
-    ours, theirs = make_params(dtype), make_params(dtype)
+    ours, theirs = make_params(dtype, device), make_params(dtype, device)
     options = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": weight_decay}
     fused = FusedAdam([{"params": ours[:2]}, {"params": ours[2:], "lr": 0.1}], adam_w_mode=adam_w_mode, **options)
     reference = torch_class([{"params": theirs[:2]}, {"params": theirs[2:], "lr": 0.1}], fused=True, **options)
@@ -48,10 +52,11 @@ def test_equals_torch_bit_for_bit(
         assert torch.equal(fused.state[a]["exp_avg_sq"], reference.state[b]["exp_avg_sq"])
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("adam_w_mode", [True, False])
-def test_without_bias_correction(adam_w_mode: bool) -> None:
+def test_without_bias_correction(device: str, adam_w_mode: bool) -> None:
     lr, (beta1, beta2), eps, decay = 0.01, (0.9, 0.99), 1e-8, 0.1
-    params = make_params(torch.float64)
+    params = make_params(torch.float64, device)
     expected = [(p.detach().clone(), torch.zeros_like(p), torch.zeros_like(p)) for p in params]
     optimizer = FusedAdam(
         params, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay, adam_w_mode=adam_w_mode, bias_correction=False
@@ -105,6 +110,7 @@ def test_state_dict_resumes_identically(writer: type[torch.optim.Optimizer]) -> 
     run(first, params, range(3))
     second = FusedAdam(params, lr=1.0)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert {type(second.state[param]["step"]) for param in params} == {int}
     run(second, params, range(3, 6))
     assert all(torch.equal(a, b) for a, b in zip(params, uninterrupted))
 

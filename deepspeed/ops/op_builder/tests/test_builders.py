@@ -81,7 +81,7 @@ def test_probes_of_the_machine():
     assert not builder.has_function("malloc", ["no_such_library"], library_dirs=["/nowhere"])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     mode=st.sampled_from([0, 1]),
     weight_decay=st.sampled_from([0.0, 0.1]),

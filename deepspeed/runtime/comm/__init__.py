@@ -1,0 +1,1 @@
+"""Collectives that clients import from `deepspeed.runtime.comm`."""

@@ -1,0 +1,90 @@
+"""The keystone: every stage, precision, accumulation, world size and loop trains like plain PyTorch on one process."""
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from deepspeed.runtime.tests.keystone import engine_run, make_config
+from tests.support.pool import distributed
+from tests.support.reference import Precision, StepState, adamw, differences, reference_run, sgd, tolerance_for
+
+FP32 = Precision()
+BF16 = Precision(torch.bfloat16)
+BF16_ALL = Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+FP16 = Precision(torch.float16)
+PRECISIONS = {"fp32": FP32, "bf16-fp32": BF16, "bf16-bf16": BF16_ALL, "fp16-fp32": FP16}
+OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
+
+
+@functools.lru_cache(maxsize=2)
+def reference(precision: str, gas: int, world: int, optimizer: str, clip: float, each_micro_batch: bool) -> list[StepState]:
+    return reference_run(PRECISIONS[precision], gas=gas, world_size=world, optimizer_factory=OPTIMIZERS[optimizer], clip=clip,
+                         loss_scale=scale_of(precision), reduce_each_micro_batch=each_micro_batch)
+
+
+def scale_of(precision: str) -> float:
+    return 8.0 if precision.startswith("fp16") else 1.0
+
+
+def check(precision: str, stage: int, gas: int, world: int, *, optimizer: str, loops: tuple[str, ...] = ("engine",),
+          clip: float = 0.0, **config: object) -> None:
+    """Train in each loop and compare every step. All ranks train; rank 0, whose weights the others were compared with,
+    knows what is right."""
+    kind = PRECISIONS[precision]
+    tolerance = tolerance_for(kind, gas in (1, 2, 4) and world in (1, 2, 4), clip)
+    for loop in loops:
+        full = make_config(kind, stage, gas if loop == "engine" else 1, clip=clip, loss_scale=scale_of(precision), **config)
+        actual = engine_run(kind, full, gas=gas, loop=loop, optimizer_factory=OPTIMIZERS[optimizer])
+        if torch.distributed.get_rank() > 0:
+            continue
+        expected = reference(precision, gas, world, optimizer, clip, stage >= 2)
+        for step, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+            found = differences(ours, theirs, tolerance)
+            assert not found, f"{loop} loop, step {step}: " + "; ".join(found)
+
+
+@distributed([1, 2, 3, 4])
+@pytest.mark.parametrize("gas", [1, 3])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_matrix(stage: int, precision: str, gas: int, world_size: int) -> None:
+    # the optimizer alternates, so that each meets each axis
+    optimizer = "sgd" if (stage + (gas == 3) + world_size) % 2 else "adamw"
+    check(precision, stage, gas, world_size, optimizer=optimizer, loops=("engine", "plain"))
+
+
+@distributed(2)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_clipping(stage: int, optimizer: str) -> None:
+    check("fp32", stage, 2, 2, optimizer=optimizer, clip=0.05)
+    check("bf16-fp32", stage, 1, 2, optimizer=optimizer, clip=0.05, loops=("plain",))
+
+
+@distributed(3)
+@pytest.mark.parametrize("zero", [
+    {"overlap_comm": False}, {"allgather_partitions": False}, {"reduce_scatter": False},
+    {"stage3_use_all_reduce_for_fetch_params": True}, {"stage3_allgather_sequential": True},
+    {"stage3_max_live_parameters": 0}, {"stage3_prefetch_bucket_size": 0}, {"stage3_max_reuse_distance": 0},
+    {"reduce_bucket_size": 500000000}, {"stage3_param_persistence_threshold": 20}, {"round_robin_gradients": True},
+    {"stage3_param_persistence_threshold": 100000, "stage3_model_persistence_threshold": 300},
+    {"stage3_module_granularity_threshold": 1000}], ids=lambda zero: "-".join(zero))
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_switches_change_no_number(stage: int, zero: dict[str, object]) -> None:
+    check("fp32", stage, 2, 3, optimizer="sgd", zero=zero)
+
+
+@distributed(4)
+@pytest.mark.parametrize("zero", [{"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}], ids=lambda zero: next(iter(zero)))
+@pytest.mark.parametrize("precision", ["fp32", "bf16-fp32"])
+def test_group_pairs(precision: str, zero: dict[str, object]) -> None:
+    check(precision, 3, 2, 4, optimizer="adamw", zero=zero)
+
+
+@distributed(2)
+@pytest.mark.parametrize("config", [{"prescale_gradients": True}, {"gradient_predivide_factor": 4.0}], ids=lambda c: next(iter(c)))
+@pytest.mark.parametrize("stage", [0, 1])
+def test_division_of_gradients(stage: int, config: dict[str, object]) -> None:
+    check("fp32", stage, 2, 2, optimizer="sgd", **config)

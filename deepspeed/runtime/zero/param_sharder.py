@@ -1,0 +1,107 @@
+"""ParamSharder: shards parameters one by one, each in a bucket of its own, before there is an engine (`zero.Init`)."""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed import comm
+from deepspeed.comm.consistency import RankConsistency
+from deepspeed.comm.topology import Group, GroupPair
+from deepspeed.comm.wire import HostWire, ReduceScale, StreamWire, Wire, WireStreams
+from deepspeed.runtime.zero.bucket import BucketDtypes, ParamBucket, Residency
+from deepspeed.runtime.zero.coordinator import FetchLimits, ParamCoordinator
+from deepspeed.runtime.zero.grouping import NOT_OPTIMIZED, BucketSpec
+from deepspeed.runtime.zero.param_home import ParamHome, broadcast_from, home_of, pin, unpin
+from deepspeed.runtime.zero.storage import StagingPool
+from deepspeed.runtime.zero.views import abandon, settle, show_status
+
+
+class ParamSharder:
+    """Gives parameters buckets of their own over one group pair. Every rank shards the same parameters in the same order.
+
+    device: parameters on a GPU are gathered over side streams, others over the host. checks_reads: see ParamHome.
+    """
+
+    def __init__(self, pair: GroupPair, device: torch.device, checks_reads: bool = False):
+        self.pair = pair
+        covering = pair.shard if pair.shard.size > 1 else pair.replicate
+        consistency = RankConsistency(covering)
+        self._wire = _make_wire(pair, device, consistency)
+        self._coordinator = ParamCoordinator([], consistency, FetchLimits())
+        self._staging = StagingPool()
+        self._checks_reads = checks_reads
+
+    def shard(self, parameter: nn.Parameter, name: str) -> None:
+        """Give all ranks rank 0's values of `parameter` and keep this rank's shard of them. Collective.
+
+        Peak memory: two copies of the parameter.
+        """
+        bucket = self._make_bucket(parameter, name)
+        bucket.adopt(lambda full: broadcast_from(full, self.pair, 0))
+        self._settle(bucket)
+
+    def _make_bucket(self, parameter: nn.Parameter, name: str) -> ParamBucket:
+        spec = BucketSpec(name, (parameter,), (NOT_OPTIMIZED,), (), is_sharded=True, is_trainable=parameter.requires_grad)
+        dtypes = BucketDtypes(*[parameter.dtype] * 4)
+        return ParamBucket(spec, (name,), self.pair, self._wire, dtypes, Residency(parameters=False, gradients=False),
+                           self._staging)
+
+    def _settle(self, bucket: ParamBucket) -> None:
+        home = ParamHome(bucket, 0, self._coordinator, is_partitioned=True, is_own=True, checks_reads=self._checks_reads)
+        settle(home)
+        home.parameter.__deepcopy__ = partial(self._copy, home)
+        bucket.watchers.append(show_status)
+
+    def _copy(self, home: ParamHome, memo: dict[int, Any]) -> nn.Parameter:
+        """`__deepcopy__` of a parameter: a sharded one with the same values (layers are often built as copies)."""
+        original, old = home.parameter, home.bucket
+        if id(original) in memo:
+            return memo[id(original)]
+        copy = memo[id(original)] = nn.Parameter(original.data, requires_grad=original.requires_grad)
+        bucket = self._make_bucket(copy, home.name)
+        if not old.is_sharded:
+            bucket.adopt(_agreed_already)
+        else:
+            bucket.shard = (old.own_chunk(old.storage.tensor) if old.is_full else old.shard).clone()
+            bucket.hide()
+        self._settle(bucket)
+        return copy
+
+
+@contextmanager
+def gather_for_adoption(params: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let those of `params` that `zero.Init` sharded hold their full values, for a bucket of the engine to adopt. Collective.
+
+    When the context ends well their old shards are freed; when it fails they are as before.
+    """
+    homes = [home for home in map(home_of, params) if home is not None and home.is_own]
+    pin(homes, "an engine")
+    try:
+        yield
+    except BaseException:
+        unpin(homes)
+        raise
+    for home in homes:
+        abandon(home)
+        home.parameter.ds_id = home.number  # the engine's views go on under the same number
+
+
+def single_rank_group(name: str) -> Group:
+    """Return the group of this rank alone."""
+    return Group(name, (comm.get_rank(),), 0, None)
+
+
+def _make_wire(pair: GroupPair, device: torch.device, consistency: RankConsistency) -> Wire:
+    if device.type != "cuda":
+        return HostWire(pair, ReduceScale(), consistency)
+    streams = WireStreams(torch.cuda.Stream(priority=-1), torch.cuda.Stream())
+    return StreamWire(pair, ReduceScale(), pair.shard, streams)
+
+
+def _agreed_already(_: torch.Tensor) -> None:
+    return None

@@ -1,0 +1,7 @@
+"""Small questions about parameters that clients ask."""
+import torch
+
+
+def is_zero_param(parameter: torch.Tensor) -> bool:
+    """Return whether ZeRO stage 3 or `zero.Init` manages the parameter."""
+    return hasattr(parameter, "ds_id")

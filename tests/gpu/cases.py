@@ -1,0 +1,141 @@
+"""What the GPU tests check, by name: each case trains on this rank and returns what differs from plain PyTorch.
+
+The reference runs on rank 0's device alone (tests/support/reference.py). Cases run in any order in one process group; the
+process runs on whatever device `DEVICE` names, so that a machine without a GPU can try the cases too.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+import deepspeed
+from deepspeed.runtime.tests.keystone import engine_run, full_masters, make_config
+from tests.support.models import VOCABULARY, AwkwardModel, param_groups
+from tests.support.reference import (
+    OptimizerFactory, Precision, StepState, adamw, differences, rank_batches, reference_run, sgd, tolerance_for,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+STEPS = 3
+STAGES = (0, 1, 2, 3)
+LOSS_SCALE = 8.0
+WIDE = 1024
+
+# With one micro-batch the package adds nothing up, so the dtype of the sums is that of the gradients.
+PRECISIONS = {"fp32": Precision(), "bf16": Precision(torch.bfloat16), "fp16": Precision(torch.float16)}
+
+Case = Callable[[], list[str]]
+
+
+class AwkwardOnDevice(AwkwardModel):
+    """The awkward model on DEVICE; batches come from the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to(DEVICE)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        return super().forward(ids.to(DEVICE), targets.to(DEVICE))
+
+
+class WideModel(nn.Module):
+    """Blocks large enough that kernels and collectives take time on the device and really overlap.
+
+    A missing wait between streams shows as wrong numbers here, and not in a model whose kernels end at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.embedding = nn.Embedding(VOCABULARY, WIDE)
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDE, WIDE), nn.GELU(), nn.Linear(WIDE, WIDE)) for _ in range(8))
+            self.head = nn.Linear(WIDE, VOCABULARY)
+        self.to(DEVICE)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.embedding(ids.to(DEVICE))
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return functional.cross_entropy(self.head(hidden).float().flatten(0, 1), targets.to(DEVICE).flatten())
+
+
+def training_case(stage: int, precision: str, gas: int, loop: str, model: type[nn.Module] = AwkwardOnDevice,
+                  zero: dict[str, Any] | None = None) -> list[str]:
+    """Train STEPS steps and compare the state after each."""
+    kind, world = PRECISIONS[precision], dist.get_world_size()
+    scale = LOSS_SCALE if precision == "fp16" else 1.0
+    config = make_config(kind, stage, gas if loop == "engine" else 1, loss_scale=scale, zero=zero)
+    factory = optimizer_of(stage, gas)
+    actual = engine_run(kind, config, gas=gas, steps=STEPS, loop=loop, optimizer_factory=factory, model_factory=model)
+    if dist.get_rank() > 0:
+        return []
+    expected = reference(precision, gas, world, factory, stage >= 2, model)
+    tolerance = tolerance_for(kind, factors_are_powers_of_two=gas in (1, 2, 4), clip=0.0)
+    if tolerance.masters == 0.0:  # a sum over a batch may be split differently on each call
+        tolerance = tolerance_for(kind, factors_are_powers_of_two=False, clip=0.0)
+    return [f"step {step}: {found}" for step, (ours, theirs) in enumerate(zip(actual, expected, strict=True))
+            for found in differences(ours, theirs, tolerance)]
+
+
+def optimizer_of(stage: int, gas: int) -> OptimizerFactory:
+    """The optimizer alternates, so that each meets every stage: SGD feels a wrong factor, AdamW has state."""
+    return sgd if (stage + (gas > 1)) % 2 else adamw
+
+
+@functools.lru_cache(maxsize=None)
+def reference(precision: str, gas: int, world: int, factory: OptimizerFactory, reduce_each_micro_batch: bool,
+              model: type[nn.Module]) -> list[StepState]:
+    return reference_run(
+        PRECISIONS[precision], gas=gas, world_size=world, steps=STEPS, optimizer_factory=factory, model_factory=model,
+        loss_scale=LOSS_SCALE if precision == "fp16" else 1.0, reduce_each_micro_batch=reduce_each_micro_batch)
+
+
+def overflow_case(stage: int) -> list[str]:
+    """An infinite gradient on the last rank: every rank skips, the scale halves, and the next step trains as a first one."""
+    config = make_config(PRECISIONS["fp16"], stage, 1)
+    config["fp16"] = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
+    engine, *_ = deepspeed.initialize(model=(model := AwkwardOnDevice()), optimizer=sgd(param_groups(model)), config=config)
+    ids, targets = rank_batches(dist.get_world_size(), dist.get_rank(), 1, 1)[0]
+    before = full_masters(engine)
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    engine.backward(engine(ids, targets) * (1e9 if is_last else 1.0))
+    engine.step()
+    found = []
+    if not (engine.optimizer.overflow and engine.skipped_steps == 1 and engine.optimizer.loss_scale == LOSS_SCALE):
+        found.append(f"overflow {engine.optimizer.overflow}, skipped {engine.skipped_steps}, scale {engine.optimizer.loss_scale}")
+    found += [f"{name} changed in a skipped step" for name, master in full_masters(engine).items()
+              if not torch.equal(master, before[name])]
+    engine.backward(engine(ids, targets))
+    engine.step()
+    masters = full_masters(engine)
+    engine.destroy()
+    if dist.get_rank() > 0:
+        return found
+    right = reference_run(PRECISIONS["fp16"], world_size=dist.get_world_size(), steps=1, optimizer_factory=sgd,
+                          model_factory=AwkwardOnDevice, loss_scale=LOSS_SCALE)[0].masters
+    limit = tolerance_for(PRECISIONS["fp16"], factors_are_powers_of_two=False, clip=0.0).masters
+    worst = {name: (masters[name] - right[name]).abs().max().item() for name in right if right[name].numel()}
+    return found + [f"after the skipped step, {name} differs by {value:.1e}" for name, value in worst.items() if not value <= limit]
+
+
+def make_cases() -> dict[str, Case]:
+    cases: dict[str, Case] = {}
+    for stage in STAGES:
+        for precision in PRECISIONS:
+            for gas in (1, 3):
+                for loop in ("engine", "plain"):
+                    name = f"stage{stage}-{precision}-gas{gas}-{loop}"
+                    cases[name] = functools.partial(training_case, stage, precision, gas, loop)
+        cases[f"stage{stage}-overflow"] = functools.partial(overflow_case, stage)
+        cases[f"stage{stage}-wide"] = functools.partial(training_case, stage, "fp32", 3, "engine", WideModel)
+    return cases
+
+
+CASES = make_cases()
