@@ -2,8 +2,8 @@
 
     python benchmarks/collectives_cpu.py [--world-sizes 2 4] [--json collectives.json]
 
-All ways give the same result, which is checked; they take turns, so that a machine that slows down slows all of them. Sizes
-are bytes of the full float32 tensor; rank r owns chunk r of it. The figures decide what a CPU wire calls.
+All ways give the same result, which is checked; they take turns, so that a machine that slows down slows all of them.
+Sizes are bytes of the full float32 tensor; rank r owns chunk r of it. The figures decide what a CPU wire calls.
 """
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ REDUCTIONS: dict[str, Way] = {
 
 
 def check(ways: Mapping[str, Way], is_gather: bool) -> None:
-    """Raise RuntimeError when a way computes something else than it should. Small whole numbers: every order is exact."""
+    """Raise RuntimeError when a way computes something else than it should. Whole numbers: every order is exact."""
     world, rank, numel = dist.get_world_size(), dist.get_rank(), 1000 * dist.get_world_size()
     generator = torch.Generator().manual_seed(rank)
     for name, way in ways.items():
@@ -170,7 +170,8 @@ def rank_main(arguments: argparse.Namespace, machine: Mapping[str, Any]) -> None
     for family, ways in families.items():
         check(ways, is_gather=family == "gather")
         results = {name: measure(ways, SIZES[name], arguments.turns) for name in arguments.sizes}
-        written[family] = {size: {way: summary(times) for way, times in by_way.items()} for size, by_way in results.items()}
+        written[family] = {size: {way: summary(times) for way, times in by_way.items()}
+                           for size, by_way in results.items()}
         if dist.get_rank() == 0:
             Console(width=110).print(as_table(f"{family} over {world} ranks: median microseconds", results))
     if dist.get_rank() == 0 and arguments.json is not None:

@@ -2,22 +2,23 @@
 
     python benchmarks/cpu_overhead.py [--rounds 10] [--json overhead.json]
 
-All engines live in the same processes and take turns (A B C A B C ...), so that a machine that slows down slows all of them.
-The model's matrices are so small that nearly all the time is Python, dispatch and the latency of collectives. Each engine
-trains its own copy of the model on the same batches; the losses must agree. Two times are taken: of the clock, and of the
-processor (all threads of rank 0), which hardly feels what else runs on the machine but leaves out waiting.
+All engines live in the same processes and take turns (A B C A B C ...), so that a machine that slows down slows all of
+them. The model's matrices are so small that nearly all the time is Python, dispatch and the latency of collectives.
+Each engine trains its own copy of the model on the same batches; the losses must agree. Two times are taken: of the
+clock, and of the processor (all threads of rank 0), which feels less of other processes but leaves out waiting.
 """
 from __future__ import annotations
 
 import argparse
 import cProfile
 import gc
+import io
 import json
-import logging
 import pstats
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,6 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import deepspeed
@@ -92,6 +91,10 @@ def make_ddp(num_layers: int, clip: float) -> Step:
 
 
 def make_fsdp2(num_layers: int, clip: float, per_block: bool) -> Step:
+    # Imported late: it loads torch.compile's machinery, which can cost other engines time. Measure those alone as well.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
     model = Stack(num_layers)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks if per_block else ():
@@ -218,16 +221,17 @@ def as_table(results: Mapping[str, Measurement]) -> Table:
     for name, result in results.items():
         ratios = [result.ratio_to(results[baseline]), result.cpu_ratio_to(results[baseline])] if baseline else []
         wall_ratio, cpu_ratio = [f"{ratio:.2f}" for ratio in ratios] or ("-", "-")
-        table.add_row(name, f"{result.median:.2f}", f"{result.quantile(0.1):.2f}", f"{result.quantile(0.9):.2f}", wall_ratio,
-                      f"{statistics.median(result.cpu_ms):.2f}", cpu_ratio)
+        table.add_row(name, f"{result.median:.2f}", f"{result.quantile(0.1):.2f}", f"{result.quantile(0.9):.2f}",
+                      wall_ratio, f"{statistics.median(result.cpu_ms):.2f}", cpu_ratio)
     return table
 
 
-def as_json(results: Mapping[str, Measurement], arguments: argparse.Namespace, machine: Mapping[str, Any]) -> dict[str, Any]:
+def as_json(results: Mapping[str, Measurement], arguments: argparse.Namespace,
+            machine: Mapping[str, Any]) -> dict[str, Any]:
     baseline = baseline_of(results)
     return {
         "machine": dict(machine),
-        "arguments": {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()},
+        "arguments": {name: value for name, value in vars(arguments).items() if name not in ("json", "profile")},
         "baseline": baseline,
         "engines": {name: {
             "median_ms": round(result.median, 3),
@@ -244,8 +248,8 @@ def as_json(results: Mapping[str, Measurement], arguments: argparse.Namespace, m
 
 
 def profile(name: str, step: Step, batches: Sequence[Tensor], num_steps: int, directory: Path) -> None:
-    """Write the cProfile of `num_steps` steps on rank 0 as text, sorted by own time, with callers of the top functions."""
-    profiler = cProfile.Profile()
+    """Write the cProfile of `num_steps` steps on rank 0 as text: by own time, with callers, and by total time."""
+    profiler = cProfile.Profile(time.thread_time)  # of the clock, other processes would count
     dist.barrier()
     profiler.enable()
     for i in range(num_steps):
@@ -264,11 +268,11 @@ def profile(name: str, step: Step, batches: Sequence[Tensor], num_steps: int, di
 
 def rank_main(arguments: argparse.Namespace, machine: Mapping[str, Any]) -> None:
     """Measure on this rank; rank 0 prints and writes. Raises SystemExit when losses disagree."""
-    logging.disable(logging.INFO)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     batches = [torch.randn(BATCH, WIDTH, generator=generator) for _ in range(8)]
     chosen = {name: make for name, make in engines().items() if any(name.startswith(only) for only in arguments.only)}
-    steps = {name: make(arguments.layers, arguments.clip) for name, make in chosen.items()}
+    with redirect_stdout(io.StringIO()):  # each engine reports its plan
+        steps = {name: make(arguments.layers, arguments.clip) for name, make in chosen.items()}
     results = measure(steps, batches, arguments.rounds, arguments.steps, arguments.warmup)
     if arguments.profile is not None:
         for name, step in steps.items():
@@ -289,10 +293,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=10, help="turns of each engine")
     parser.add_argument("--steps", type=int, default=10, help="steps per turn")
     parser.add_argument("--warmup", type=int, default=5, help="untimed steps of each engine before the first turn")
-    parser.add_argument("--clip", type=float, default=1.0, help="largest gradient norm, for every engine; 0 does not clip")
+    parser.add_argument("--clip", type=float, default=1.0, help="largest gradient norm, every engine; 0 does not clip")
     parser.add_argument("--only", nargs="+", default=[""], help="engines whose names begin so")
     parser.add_argument("--json", type=Path, help="file for the numbers")
-    parser.add_argument("--profile", type=Path, help="folder for one cProfile report per engine, taken after the timing")
+    parser.add_argument("--profile", type=Path, help="folder for one cProfile report per engine")
     return parser.parse_args()
 
 

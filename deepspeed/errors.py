@@ -25,7 +25,7 @@ class UsageError(DeepSpeedError, AssertionError, RuntimeError):
     """A method was called at a moment or with arguments that cannot work."""
 
 
-class CheckpointError(DeepSpeedError, RuntimeError, ValueError):
+class CheckpointError(DeepSpeedError, RuntimeError, ValueError, AssertionError):
     """A checkpoint cannot be written or read."""
 
 

@@ -86,8 +86,8 @@ def test_a_case_is_cheap():
     started = time.perf_counter()
     for _ in range(10):
         run_distributed(_process_id, 4)
-    # About 50 ms each on two idle cores. Forty new processes that import torch would take minutes; the limit lies between,
-    # so that a loaded machine does not matter.
+    # About 50 ms each on two idle cores. Forty new processes that import torch would take minutes; the limit lies
+    # between, so that a loaded machine does not matter.
     assert time.perf_counter() - started < 15.0
 
 

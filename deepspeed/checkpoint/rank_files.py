@@ -5,6 +5,7 @@ runs code. Layout: `<dir>/<tag>/rank_<r>_of_<n>.pt`, and `<dir>/latest` with the
 """
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +18,15 @@ from deepspeed.errors import CheckpointError
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
+logger = logging.getLogger(__name__)
+
 FORMAT = "deepspeed-rank-file/1"
 
 
 def save_rank_file(engine: DeepSpeedEngine, directory: str | os.PathLike[str], tag: str, client_state: dict[str, Any],
                    save_latest: bool, exclude_frozen: bool) -> None:
     """Write this rank's file, then `latest` once every rank has written. Raises CheckpointError on every rank."""
+    _validate_tag(engine, tag)
     folder = Path(directory) / tag
     state = {
         "format": FORMAT, "world_size": engine.world_size, "stage": engine.plan.stage,
@@ -32,7 +36,7 @@ def save_rank_file(engine: DeepSpeedEngine, directory: str | os.PathLike[str], t
         "counters": {name: getattr(engine, name) for name in ("global_steps", "global_samples", "skipped_steps", "micro_steps")},
         "client_state": client_state,
     }
-    _together(engine, lambda: _write(state, folder / _file_name(engine)))
+    _together(engine, lambda: _write(state, folder / _file_name(engine), engine._config.checkpoint.checkpoint_serialization))
     if save_latest and engine.global_rank == 0:
         partial = Path(directory) / "latest.partial"
         partial.write_text(tag)
@@ -65,14 +69,28 @@ def load_rank_file(engine: DeepSpeedEngine, directory: str | os.PathLike[str], t
     return str(path.parent), state["client_state"]
 
 
+def _validate_tag(engine: DeepSpeedEngine, tag: str) -> None:
+    """Compare the ranks' tags as `checkpoint.tag_validation` says. Raises CheckpointError on every rank with "Fail"."""
+    mode = engine._config.checkpoint.tag_validation.lower()
+    if mode == "ignore":
+        return
+    tags: list[str] = [tag] * engine.world_size
+    comm.all_gather_object(tags, tag)
+    if len(set(tags)) > 1:
+        text = f"ranks save under different tags: {dict(enumerate(tags))}. Pass the same tag on every rank."
+        if mode == "fail":
+            raise CheckpointError(text)
+        logger.warning("%s", text)
+
+
 def _file_name(engine: DeepSpeedEngine) -> str:
     return f"rank_{engine.global_rank}_of_{engine.world_size}.pt"
 
 
-def _write(state: dict[str, Any], path: Path) -> None:
+def _write(state: dict[str, Any], path: Path, uses_zip: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    torch.save(state, partial)
+    torch.save(state, partial, _use_new_zipfile_serialization=uses_zip)
     partial.replace(path)
 
 

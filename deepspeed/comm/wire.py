@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
+from torch.distributed import Work
 
+from deepspeed.comm import comm
 from deepspeed.comm.consistency import RankConsistency
 from deepspeed.comm.topology import Group, GroupPair
-
-# torch 2.12 renamed both collectives; the old names warn there, the new ones are missing before.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class GatherMethod(enum.Enum):
@@ -88,7 +85,7 @@ def make_reduce_scale(world_size: int, *, op: str = "mean", prescale: bool = Fal
 class _HostPending:
     """Gloo collectives: the host waits, watching for ranks that wait for something else."""
 
-    def __init__(self, works: Sequence[dist.Work], label: str, consistency: RankConsistency,
+    def __init__(self, works: Sequence[Work], label: str, consistency: RankConsistency,
                  then: Callable[[], None] | None = None):
         self._works, self._label, self._consistency, self._then = works, label, consistency, then
 
@@ -136,7 +133,7 @@ class HostWire:
 
         def finish() -> None:
             if replicate.size > 1 and own.numel():
-                work = dist.all_reduce(own, group=replicate.process_group, async_op=True)
+                work = comm.all_reduce(own, group=replicate.process_group, async_op=True)
                 self._consistency.wait(work, label)
             if out.data_ptr() != own.data_ptr():
                 out.copy_(own)
@@ -144,7 +141,7 @@ class HostWire:
                 out.mul_(self.scale.post)
 
         is_needed = shard.size > 1 and own.numel() > 0
-        works = [dist.all_reduce(full, group=shard.process_group, async_op=True)] if is_needed else []
+        works = [comm.all_reduce(full, group=shard.process_group, async_op=True)] if is_needed else []
         return _HostPending(works, label, self._consistency, finish)
 
 
@@ -181,21 +178,21 @@ class StreamWire:
 
     def _reduce(self, full: torch.Tensor, out: torch.Tensor) -> None:
         shard, replicate = self.pair.shard, self.pair.replicate
-        op, post = dist.ReduceOp.SUM, self.scale.post
+        op, post = comm.ReduceOp.SUM, self.scale.post
         if self.scale.pre != 1.0:
             full.mul_(self.scale.pre)
         elif shard.size > 1 and post == 1.0 / shard.size:  # NCCL averages inside the same pass
-            op, post = dist.ReduceOp.AVG, 1.0
+            op, post = comm.ReduceOp.AVG, 1.0
         own = _own_chunk(full, shard)
         if shard.size > 1 and self._uses_reduce_scatter:
-            _reduce_scatter(out, full, op=op, group=shard.process_group)
+            comm.reduce_scatter_tensor(out, full, op=op, group=shard.process_group)
         else:
             if shard.size > 1:
-                dist.all_reduce(full, op=op, group=shard.process_group)
+                comm.all_reduce(full, op=op, group=shard.process_group)
             if out.data_ptr() != own.data_ptr():
                 out.copy_(own)
         if replicate.size > 1:
-            dist.all_reduce(out, group=replicate.process_group)
+            comm.all_reduce(out, group=replicate.process_group)
         if post != 1.0:
             out.mul_(post)
 
@@ -213,17 +210,17 @@ def _own_chunk(full: torch.Tensor, group: Group) -> torch.Tensor:
     return full[group.rank * chunk:(group.rank + 1) * chunk]
 
 
-def _launch_gather(full: torch.Tensor, group: Group, method: GatherMethod, is_async: bool) -> list[dist.Work]:
+def _launch_gather(full: torch.Tensor, group: Group, method: GatherMethod, is_async: bool) -> list[Work]:
     """Launch the collectives that fill `full` from every rank's own chunk."""
     own = _own_chunk(full, group)
     if method is GatherMethod.ALL_GATHER:
-        works = [_all_gather(full, own, group=group.process_group, async_op=is_async)]
+        works = [comm.all_gather_into_tensor(full, own, group=group.process_group, async_op=is_async)]
     elif method is GatherMethod.BROADCAST:
-        works = [dist.broadcast(chunk, src=rank, group=group.process_group, async_op=is_async)
+        works = [comm.broadcast(chunk, src=rank, group=group.process_group, async_op=is_async)
                  for rank, chunk in zip(group.ranks, full.chunk(group.size))]
     else:
         start = own.storage_offset() - full.storage_offset()
         full[:start].zero_()
         full[start + own.numel():].zero_()
-        works = [dist.all_reduce(full, group=group.process_group, async_op=is_async)]
+        works = [comm.all_reduce(full, group=group.process_group, async_op=is_async)]
     return works if is_async else []

@@ -41,6 +41,7 @@ class RankStream:
     is_muted: bool = False
     held: bytes = b""
     held_since: float | None = None
+    last_traceback: float | None = None
 
     def receive(self, data: bytes) -> bytes:
         """Take new output into the log file and the hold; return the bytes that may be shown now."""
@@ -55,6 +56,7 @@ class RankStream:
         shown = data if start is None else data[: start.start()]
         if start is not None:
             self.held, self.held_since = data[start.start() :], time.monotonic()
+            self.last_traceback = self.held_since
         return shown if self.log is None else b""
 
     def release(self) -> bytes:
@@ -118,9 +120,9 @@ class RankOutput(LogsSpecs):
         """From now on hold tracebacks until `show_held` asks for one of them."""
         self._is_job_ending = True
 
-    def held_since(self, local_rank: int) -> float | None:
-        """Return when (time.monotonic) the rank began the traceback that is held, or None."""
-        return self._streams[local_rank].held_since
+    def last_traceback(self, local_rank: int) -> float | None:
+        """Return when (time.monotonic) the rank began its latest traceback, held or shown, or None."""
+        return self._streams[local_rank].last_traceback
 
     def show_held(self, local_rank: int) -> None:
         """Show the rank's held traceback, with everything that it still has in its pipe."""

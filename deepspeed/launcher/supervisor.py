@@ -23,6 +23,12 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.05
 # How long a rank may take from its traceback to its end; it tears down devices and communication in that time.
 EXIT_SECONDS = 5.0
+# A traceback that is older than this has not ended the rank.
+TRACEBACK_SECONDS = 30.0
+# These signals come from outside or from a fault in the rank, not from the failure of a peer. The kernel closes a dying
+# process's connections before it counts as ended, so that a peer's traceback may seem to come first by this time.
+CRASH_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+CRASH_SECONDS = 1.0
 # (signal, seconds to wait before the next one); SIGKILL follows the last. A peer of a failed rank mostly hangs in a
 # collective and cannot react, so it gets little time; a job that was told to stop gets the time to write a checkpoint.
 STOP_AFTER_FAILURE = ((signal.SIGTERM, 5.0),)
@@ -145,8 +151,8 @@ class _Supervisor:
 
     def _end_after_failure(self) -> int:
         self._output.expect_end()
-        writing = [local_rank for local_rank in self._running() if self._output.held_since(local_rank) is not None]
-        suspect = self._first_to_fail([*self._failed(), *writing])
+        leaving = [local_rank for local_rank in self._running() if self._traceback(local_rank) is not None]
+        suspect = self._first_to_fail([*self._failed(), *leaving])
         # It may still be on its way out, having written its traceback; its own exit code is wanted, not SIGTERM's.
         self._wait_until_ended([suspect], EXIT_SECONDS)
         culprit = suspect if suspect in self._failed() else self._first_to_fail(self._failed())
@@ -164,10 +170,18 @@ class _Supervisor:
         """Return the one whose failure began first: see the note [held tracebacks]."""
 
         def began(local_rank: int) -> float:
-            written = self._output.held_since(local_rank)
+            if -self._exit_codes.get(local_rank, 0) in CRASH_SIGNALS:
+                return self._last_seen_alive[local_rank] - CRASH_SECONDS
+            written = self._traceback(local_rank)
             return self._last_seen_alive[local_rank] if written is None else written
 
         return min(local_ranks, key=began)
+
+    def _traceback(self, local_rank: int) -> float | None:
+        """Return when the rank began the traceback with which it ended or seems about to end, or None."""
+        written = self._output.last_traceback(local_rank)
+        is_recent = written is not None and self._last_seen_alive[local_rank] - written < TRACEBACK_SECONDS
+        return written if is_recent else None
 
     def _report(self, culprit: int, code: int) -> None:
         ended = f"failed with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"

@@ -27,7 +27,7 @@ from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine_accessors import EngineAccessors
 from deepspeed.runtime.parts import broadcast_unmanaged, build_parts
 from deepspeed.runtime.plan import make_plan
-from deepspeed.runtime.setup import choose_optimizer, choose_scheduler, mark_leaf_modules, place_model
+from deepspeed.runtime.setup import ModelParameters, choose_optimizer, choose_scheduler, mark_leaf_modules, place_model
 from deepspeed.runtime.utils import see_memory_usage
 from deepspeed.runtime.zero.gathered import gather_all
 from deepspeed.runtime.zero.init import suspend_init
@@ -36,6 +36,10 @@ from deepspeed.utils import groups
 from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
 
 logger = logging.getLogger(__name__)
+
+
+DeepSpeedOptimizerCallable = Callable[[ModelParameters], torch.optim.Optimizer]  # public path
+DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], Any]  # public path
 
 
 class DeepSpeedEngine(EngineAccessors, nn.Module):
@@ -56,7 +60,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         self._is_stepping = False
         self._step_applied = False
         self._backward_calls = 0
-        self._is_destroyed = False
+        self._is_destroyed = self._is_compiled = False
         self.collate_fn, self.mpu = collate_fn, mpu
         self.client_optimizer, self.client_lr_scheduler = optimizer, lr_scheduler
         self._config = config_class if config_class is not None else DeepSpeedConfig(config, mpu, mesh_device)
@@ -214,6 +218,11 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         """Reduce what has not been reduced yet, for clients that switched `enable_backward_allreduce` off."""
         self._reducer.reduce_now(only_each_micro_batch=not self.is_gradient_accumulation_boundary())
 
+    def clip_fp32_gradients(self) -> None:
+        """Reduce what is left and clip to `gradient_clipping` now, instead of in `step()`."""
+        self._reducer.collect()
+        self._parts.optimizer.clip_gradients()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients."""
         self._reducer.zero_grad()
@@ -236,6 +245,35 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full tensors under names with the prefix `module.`, as `state_dict()` of an engine gives them."""
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def compile(self, backend: str | None = None, compile_kwargs: Mapping[str, Any] | None = None, schedule: Any = None,
+                compiled_autograd_enabled: bool = False) -> None:
+        """Compile the module with torch.compile; a second call does nothing.
+
+        backend: the accelerator's by default; it goes before a `backend` in compile_kwargs.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            raise UsageError("engine.compile(schedule=..., compiled_autograd_enabled=...) belongs to DeepCompile, which is not "
+                             "available yet.")
+        if self._is_compiled:
+            return
+        options = dict(compile_kwargs or {})
+        if options.pop("backend", backend) != backend:
+            logger.warning("engine.compile: the backend in compile_kwargs is not used; pass backend=...")
+        self.module.compile(backend=backend or get_accelerator().get_compile_backend(), **options)
+        self._is_compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._is_compiled
+
+    def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True,
+                               custom_load_fn: Callable[..., Any] | None = None, fetch_z3_params: bool = False) -> None:
+        """Load `checkpoint["module"]` (full tensors) into the module. `fetch_z3_params` is accepted: nothing need be fetched."""
+        if custom_load_fn is not None:
+            custom_load_fn(src=checkpoint["module"], dst=self.module)
+        else:
+            self.module.load_state_dict(checkpoint["module"], strict=strict)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -278,6 +316,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
             parts.hooks.remove()
         topology = self.__dict__.get("topology")
         if topology is not None:
+            groups.forget_topology(topology)
             topology.close()
 
     # ---- construction ------------------------------------------------------------------------------------------------

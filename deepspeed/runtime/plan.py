@@ -15,8 +15,7 @@ from deepspeed.comm.wire import GatherMethod
 from deepspeed.errors import PlanError
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase, create_loss_scaler
-from deepspeed.runtime.zero.bucket import BucketDtypes, Residency
-from deepspeed.runtime.zero.coordinator import FetchLimits
+from deepspeed.runtime.policies import BucketDtypes, FetchLimits, Residency
 
 # Buckets smaller than this are merged: below a few megabytes a collective costs its latency, not its bytes.
 MIN_BUCKET_NUMEL = 2 ** 22
@@ -170,10 +169,8 @@ def _check(config: DeepSpeedConfig, stage: int, world: int) -> None:
         if getattr(config, section).enabled and not supported:
             raise PlanError(f"{section}.enabled is true, but Type {section} is not supported on your device "
                             f"({accelerator.device_name()}). Set {section}.enabled to false.")
-    implied = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
-    if config.data_types.param_dtype not in (None, implied):
-        raise PlanError(f"data_types.param_dtype is {config.data_types.param_dtype}, but the fp16 and bf16 blocks make it "
-                        f"{implied}. Make them agree.")
+    if zero.legacy_stage1:
+        raise PlanError("zero_optimization.legacy_stage1 is true, but the old stage 1 does not exist any more. Remove the key.")
     for key, size in (("mics_shard_size", zero.mics_shard_size), ("zero_hpz_partition_size", zero.zero_hpz_partition_size)):
         if size > 1 and stage != 3:
             raise PlanError(f"zero_optimization.{key} is {size}, which needs zero_optimization.stage 3 (it is {stage}).")

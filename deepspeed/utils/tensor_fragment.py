@@ -1,11 +1,12 @@
-"""Access to what ZeRO keeps in high precision: master weights, gradients and optimizer state, whole or this rank's piece.
+"""Access to what ZeRO keeps in high precision: master weights, gradients and optimizer state, whole or this rank's
+piece.
 
 Vocabulary. *lp* is the parameter as the model computes with it, *hp* the optimizer's master of it. "Full" functions are
-collective over the parameter's data-parallel group: every rank calls them for the same parameters in the same order. "Local"
-functions exist at ZeRO stage 3 alone and do not communicate.
+collective over the parameter's data-parallel group: every rank calls them for the same parameters in the same order.
+"Local" functions exist at ZeRO stage 3 alone and do not communicate.
 
-What is set reaches the parameters with the next optimizer step. Where parameters and masters have one dtype (fp32) they are
-the same memory, and a new master shows in the parameter at once.
+What is set reaches the parameters with the next optimizer step. Where parameters and masters have one dtype (fp32) they
+are the same memory, and a new master shows in the parameter at once.
 """
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ class fragment_address:  # public path; checkpoints hold objects of this class
 
 @dataclass
 class tensor_fragment:  # public path
-    """The run of a parameter that one rank's part of a flat hp tensor covers. The fragments are 1-D views of each other's
-    elements."""
+    """The run of a parameter that one rank's part of a flat hp tensor covers. The fragments are 1-D views of each
+    other's elements."""
 
     lp_fragment: torch.Tensor
     lp_fragment_address: fragment_address
@@ -45,11 +46,12 @@ class tensor_fragment:  # public path
     hp_fragment_address: fragment_address
 
 
-def get_hp_fragment_mapping(lp_param: torch.Tensor, lp_start: int, flat_hp_partition: torch.Tensor, partition_start: int,
-                            partition_size: int) -> tensor_fragment | None:
+def get_hp_fragment_mapping(lp_param: torch.Tensor, lp_start: int, flat_hp_partition: torch.Tensor,
+                            partition_start: int, partition_size: int) -> tensor_fragment | None:
     """Return what part of `lp_param` lies in a rank's partition of a flat tensor; None when they do not meet.
 
-    lp_start, partition_start: first elements of both in the flat tensor. flat_hp_partition: 1-D, `partition_size` elements.
+    lp_start, partition_start: first elements of both in the flat tensor. flat_hp_partition: 1-D, `partition_size`
+    elements.
     """
     start = max(lp_start, partition_start)
     end = min(lp_start + lp_param.numel(), partition_start + partition_size)
@@ -66,7 +68,8 @@ def link_hp_params(lp_param_list: Sequence[torch.Tensor], flat_hp_partition: tor
     """Set `_hp_mapping` of parameters that lie one after another in a flat tensor (see `get_hp_fragment_mapping`)."""
     lp_start = 0
     for parameter in lp_param_list:
-        parameter._hp_mapping = get_hp_fragment_mapping(parameter, lp_start, flat_hp_partition, partition_start, partition_size)
+        parameter._hp_mapping = get_hp_fragment_mapping(parameter, lp_start, flat_hp_partition, partition_start,
+                                                        partition_size)
         lp_start += parameter.numel()
 
 
@@ -80,7 +83,8 @@ def get_full_hp_param(param: torch.Tensor, optim_state_key: str | None = None) -
 # Full values
 
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
-    """Return the full fp32 master, in the parameter's shape; None for a parameter that no engine updates. Collective."""
+    """Return the full fp32 master, in the parameter's shape; None for a parameter that no engine updates.
+    Collective."""
     place = _place_of(param)
     if place is None:
         return None
@@ -104,14 +108,15 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     if local is None:
         if home_of(param).is_partitioned:
             return None
-        raise StateNotAvailableError(f"{_name(fragment)} has no reduced gradient now. Ask between the backward of an accumulation "
-                                     "boundary and the step.")
+        raise StateNotAvailableError(f"{_name(fragment)} has no reduced gradient now. Ask between the backward of an "
+                                     "accumulation boundary and the step.")
     return optimizer.gather_full(fragment, _unscaled(optimizer, local.float()))
 
 
 def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
     """Return the full fp32 state tensor `optim_state_key`, for instance "exp_avg"; None for a parameter that no engine
-    updates. Raises: StateNotAvailableError (a ValueError and a KeyError) for a state that does not exist. Collective."""
+    updates. Raises: StateNotAvailableError (a ValueError and a KeyError) for a state that does not exist.
+    Collective."""
     place = _place_of(param)
     if place is None:
         return None
@@ -137,7 +142,8 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
-    """Write this rank's elements of `value`, of the parameter's shape, into its part of the optimizer state. Collective."""
+    """Write this rank's elements of `value`, of the parameter's shape, into its part of the optimizer state.
+    Collective."""
     optimizer, fragment = _require(param)
     _check_state(optimizer, fragment, optim_state_key, is_collective=True)
     _write(_local_state(optimizer, fragment, optim_state_key), optimizer.cut_local(fragment, _checked(fragment, value)))
@@ -171,7 +177,8 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    """Return a copy of this rank's piece of an optimizer state, fp32. Raises: StateNotAvailableError for an unknown key."""
+    """Return a copy of this rank's piece of an optimizer state, fp32. Raises: StateNotAvailableError for an unknown
+    key."""
     place = _local_place_of(param)
     if place is None:
         return None
@@ -214,15 +221,16 @@ def _place_of(param: torch.Tensor) -> Place | None:
 def _require(param: torch.Tensor) -> Place:
     place = _place_of(param)
     if place is None:
-        raise UsageError(f"a parameter of shape {tuple(param.shape)} is not updated by an engine, so it has no state to set. Pass "
-                         "a trainable parameter of the model given to deepspeed.initialize.")
+        raise UsageError(f"a parameter of shape {tuple(param.shape)} is not updated by an engine, so it has no state "
+                         "to set. Pass a trainable parameter of the model given to deepspeed.initialize.")
     return place
 
 
 def _local_place_of(param: torch.Tensor) -> Place | None:
     home: ParamHome | None = home_of(param)
     if home is None or not home.is_partitioned:
-        raise UsageError("the safe_*_local_* functions need a parameter of a ZeRO stage 3 engine. Use the safe_*_full_* ones.")
+        raise UsageError("the safe_*_local_* functions need a parameter of a ZeRO stage 3 engine. Use the "
+                         "safe_*_full_* ones.")
     return _place_of(param)
 
 
@@ -238,15 +246,16 @@ def _name(fragment: Fragment) -> str:
 def _checked(fragment: Fragment, value: torch.Tensor) -> torch.Tensor:
     shape = fragment.bucket.shapes[fragment.index]
     if value.shape != shape:
-        raise UsageError(f"{_name(fragment)} has shape {tuple(shape)}, the value {tuple(value.shape)}. Pass the full shape.")
+        raise UsageError(f"{_name(fragment)} has shape {tuple(shape)}, the value {tuple(value.shape)}. Pass the "
+                         "full shape.")
     return value
 
 
 def _checked_local(fragment: Fragment, value: torch.Tensor) -> torch.Tensor:
     numel = 0 if fragment.slice is None else fragment.slice.numel
     if value.numel() != numel:
-        raise UsageError(f"this rank holds {numel} elements of {_name(fragment)}, the value has {value.numel()}. Pass a tensor like "
-                         "the one that the safe_get_local function returns.")
+        raise UsageError(f"this rank holds {numel} elements of {_name(fragment)}, the value has {value.numel()}. "
+                         "Pass a tensor like the one that the safe_get_local function returns.")
     return value.reshape(-1)
 
 
@@ -262,8 +271,8 @@ def _write(target: torch.Tensor, value: torch.Tensor) -> None:
 def _set_grad(optimizer: ShardedOptimizer, fragment: Fragment, value: torch.Tensor) -> None:
     local = optimizer.local_grad(fragment)
     if local is None:
-        raise StateNotAvailableError(f"{_name(fragment)} has no reduced gradient to replace. Set it between the backward of an "
-                                     "accumulation boundary and the step.")
+        raise StateNotAvailableError(f"{_name(fragment)} has no reduced gradient to replace. Set it between the "
+                                     "backward of an accumulation boundary and the step.")
     _write(local, value * optimizer.loss_scale)
 
 
@@ -277,7 +286,7 @@ def _show_master(optimizer: ShardedOptimizer, fragment: Fragment) -> None:
 
 
 def _check_state(optimizer: ShardedOptimizer, fragment: Fragment, key: str, is_collective: bool) -> None:
-    """Raise StateNotAvailableError for a state that no rank has; a rank may hold no elements, and so no state at all."""
+    """Raise StateNotAvailableError for a state that no rank has; one rank may hold no elements, and so no state."""
     keys = optimizer.state_keys()
     is_known = key in keys or (fragment.slice is None and not is_collective)
     group = fragment.bucket.pair.shard

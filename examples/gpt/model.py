@@ -40,7 +40,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward layer, each added to its input. ZeRO shards and gathers the model block by block."""
+    """Attention, then a feed-forward layer, each added to its input. ZeRO gathers the model block by block."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -70,7 +70,7 @@ class GPT(nn.Module):
         self._initialize()
 
     def _initialize(self) -> None:
-        """GPT-2's initial values: every block adds to the residual stream, so its outputs start smaller the more there are."""
+        """GPT-2's initial values: what a block adds to the residual stream starts smaller the more blocks there are."""
         residual_std = 0.02 * (2 * self.config.layers) ** -0.5
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:

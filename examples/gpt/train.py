@@ -12,7 +12,7 @@ import csv
 import math
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -67,8 +67,9 @@ def main() -> int:
     console = Console(quiet=engine.global_rank != 0, soft_wrap=True)
     steps = args.steps or engine.scheduler_params()["total_num_steps"]
     unigram = unigram_entropy_bits(corpus.validation)
-    console.print(f"{sum(p.numel() for p in engine.module.parameters()) / 1e6:.1f} M parameters on {engine.world_size} x "
-                  f"{engine.device.type}, {corpus.train.numel() / 1e6:.1f} MB of text, {steps} steps")
+    millions = sum(parameter.numel() for parameter in engine.module.parameters()) / 1e6
+    console.print(f"{millions:.1f} M parameters on {engine.world_size} x {engine.device.type}, "
+                  f"{corpus.train.numel() / 1e6:.1f} MB of text, {steps} steps")
 
     history = train(engine, corpus, steps, args, console)
     bits = history[-1].validation_bits
@@ -102,19 +103,20 @@ def train(engine: deepspeed.DeepSpeedEngine, corpus: Corpus, steps: int, args: a
           console: Console) -> list[Record]:
     """Train up to step `steps`, evaluating now and then and saving a checkpoint half way; return one record a step."""
     history: list[Record] = []
-    evaluated = {round(steps * (i + 1) / EVALUATIONS) for i in range(EVALUATIONS)} | {steps // 2}
+    middle = max(1, steps // 2)
+    evaluated = {round(steps * (i + 1) / EVALUATIONS) for i in range(EVALUATIONS)} | {middle}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=console.quiet) as progress:
         bar = progress.add_task("training", total=steps)
         while engine.global_steps < steps:
             record = train_step(engine, corpus, args)
             if record.step in evaluated:
-                record = Record(**asdict(record) | {"validation_bits": evaluate(engine, corpus, args)})
-                progress.print(f"step {record.step:4d}  training {record.bits:.3f}  validation {record.validation_bits:.3f} "
-                               f"bits per byte  {record.tokens_per_second:.0f} tokens/s", highlight=False)
+                record = replace(record, validation_bits=evaluate(engine, corpus, args))
+                progress.print(f"step {record.step:4d}  training {record.bits:.3f}  validation "
+                               f"{record.validation_bits:.3f} bits per byte", highlight=False)
             history.append(record)
-            if record.step == steps // 2:
-                engine.save_checkpoint(args.out / "checkpoint", client_state={"validation_bits": record.validation_bits})
+            if record.step == middle:
+                engine.save_checkpoint(args.out / "checkpoint", client_state={"validation": record.validation_bits})
             progress.update(bar, advance=1, description=f"loss {record.bits:.3f}  lr {record.learning_rate:.1e}  "
                                                         f"{record.tokens_per_second:.0f} tokens/s")
     return history
@@ -168,14 +170,15 @@ def check_resume(corpus: Corpus, history: list[Record], args: argparse.Namespace
     before = evaluate(engine, corpus, args)
     _, saved = engine.load_checkpoint(args.out / "checkpoint")
     after = evaluate(engine, corpus, args)
-    console.print(f"resume: validation {before:.4f} before loading, {after:.4f} after, {saved['validation_bits']:.4f} when saved "
-                  f"at step {engine.global_steps}")
+    console.print(f"resume: validation {before:.4f} before loading, {after:.4f} after, "
+                  f"{saved['validation']:.4f} when saved at step {engine.global_steps}")
     expected = [record.bits for record in history[engine.global_steps:][:REPLAYED_STEPS]]
     replayed = [train_step(engine, corpus, args).bits for _ in expected]
     difference = max((abs(a - b) for a, b in zip(expected, replayed)), default=0.0)
-    console.print(f"resume: {len(replayed)} further steps differ from the first run by at most {difference:.1e} bits per byte")
+    console.print(f"resume: {len(replayed)} further steps differ from the first run by at most {difference:.1e} "
+                  "bits per byte")
     engine.destroy()
-    return abs(after - saved["validation_bits"]) < 1e-3 and difference < 1e-2
+    return abs(after - saved["validation"]) < 1e-3 and difference < 1e-2
 
 
 def write_losses(history: list[Record], path: Path) -> None:
@@ -200,7 +203,7 @@ def draw_curve(history: list[Record], unigram: float, path: Path, console: Conso
     axes.plot([r.step for r in history], [r.bits for r in history], linewidth=1, label="training")
     axes.plot([r.step for r in validation], [r.validation_bits for r in validation], "o-", label="validation")
     axes.axhline(unigram, color="grey", linestyle="--", label="unigram entropy")
-    axes.set(xlabel="optimizer step", ylabel="bits per byte", title="A byte-level GPT learns the Python standard library")
+    axes.set(xlabel="optimizer step", ylabel="bits per byte", title="A GPT learns the Python standard library")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)

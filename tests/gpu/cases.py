@@ -1,12 +1,13 @@
 """What the GPU tests check, by name: each case trains on this rank and returns what differs from plain PyTorch.
 
-The reference runs on rank 0's device alone (tests/support/reference.py). Cases run in any order in one process group; the
-process runs on whatever device `DEVICE` names, so that a machine without a GPU can try the cases too.
+The reference runs on rank 0's device alone (tests/support/reference.py). Cases run in any order in one process group,
+on whatever device `DEVICE` names, so that a machine without a GPU can try them too.
 """
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,9 +27,13 @@ STEPS = 3
 STAGES = (0, 1, 2, 3)
 LOSS_SCALE = 8.0
 WIDE = 1024
+# make_config sets these two to extremes; here they are as a user gets them
+DEFAULT_SIZES = {"reduce_bucket_size": 500_000_000, "stage3_param_persistence_threshold": 100_000}
 
-# With one micro-batch the package adds nothing up, so the dtype of the sums is that of the gradients.
-PRECISIONS = {"fp32": Precision(), "bf16": Precision(torch.bfloat16), "fp16": Precision(torch.float16)}
+PRECISIONS = {
+    "fp32": Precision(), "bf16": Precision(torch.bfloat16), "fp16": Precision(torch.float16),
+    "bf16-sums": Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16),  # the default without accumulation
+}
 
 Case = Callable[[], list[str]]
 
@@ -55,7 +60,8 @@ class WideModel(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.embedding = nn.Embedding(VOCABULARY, WIDE)
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDE, WIDE), nn.GELU(), nn.Linear(WIDE, WIDE)) for _ in range(8))
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(WIDE, WIDE), nn.GELU(), nn.Linear(WIDE, WIDE)) for _ in range(8))
             self.head = nn.Linear(WIDE, VOCABULARY)
         self.to(DEVICE)
 
@@ -72,7 +78,7 @@ def training_case(stage: int, precision: str, gas: int, loop: str, model: type[n
     kind, world = PRECISIONS[precision], dist.get_world_size()
     scale = LOSS_SCALE if precision == "fp16" else 1.0
     config = make_config(kind, stage, gas if loop == "engine" else 1, loss_scale=scale, zero=zero)
-    factory = optimizer_of(stage, gas)
+    factory = sgd if model is WideModel else optimizer_of(stage, gas)  # AdamW's first steps are too large for it
     actual = engine_run(kind, config, gas=gas, steps=STEPS, loop=loop, optimizer_factory=factory, model_factory=model)
     if dist.get_rank() > 0:
         return []
@@ -80,6 +86,8 @@ def training_case(stage: int, precision: str, gas: int, loop: str, model: type[n
     tolerance = tolerance_for(kind, factors_are_powers_of_two=gas in (1, 2, 4), clip=0.0)
     if tolerance.masters == 0.0:  # a sum over a batch may be split differently on each call
         tolerance = tolerance_for(kind, factors_are_powers_of_two=False, clip=0.0)
+    if model is WideModel:  # one norm over 17 million elements in float32; torch's on CPU is off by 7e-4 there
+        tolerance = replace(tolerance, scalars=1e-3)
     return [f"step {step}: {found}" for step, (ours, theirs) in enumerate(zip(actual, expected, strict=True))
             for found in differences(ours, theirs, tolerance)]
 
@@ -98,18 +106,20 @@ def reference(precision: str, gas: int, world: int, factory: OptimizerFactory, r
 
 
 def overflow_case(stage: int) -> list[str]:
-    """An infinite gradient on the last rank: every rank skips, the scale halves, and the next step trains as a first one."""
+    """An infinite gradient on the last rank: all ranks skip, the scale halves, the next step trains as a first one."""
     config = make_config(PRECISIONS["fp16"], stage, 1)
     config["fp16"] = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
-    engine, *_ = deepspeed.initialize(model=(model := AwkwardOnDevice()), optimizer=sgd(param_groups(model)), config=config)
+    model = AwkwardOnDevice()
+    engine, *_ = deepspeed.initialize(model=model, optimizer=sgd(param_groups(model)), config=config)
     ids, targets = rank_batches(dist.get_world_size(), dist.get_rank(), 1, 1)[0]
     before = full_masters(engine)
     is_last = dist.get_rank() == dist.get_world_size() - 1
     engine.backward(engine(ids, targets) * (1e9 if is_last else 1.0))
     engine.step()
     found = []
-    if not (engine.optimizer.overflow and engine.skipped_steps == 1 and engine.optimizer.loss_scale == LOSS_SCALE):
-        found.append(f"overflow {engine.optimizer.overflow}, skipped {engine.skipped_steps}, scale {engine.optimizer.loss_scale}")
+    state = (engine.optimizer.overflow, engine.skipped_steps, engine.optimizer.loss_scale)
+    if state != (True, 1, LOSS_SCALE):
+        found.append(f"(overflow, skipped steps, loss scale) is {state}, expected {(True, 1, LOSS_SCALE)}")
     found += [f"{name} changed in a skipped step" for name, master in full_masters(engine).items()
               if not torch.equal(master, before[name])]
     engine.backward(engine(ids, targets))
@@ -122,19 +132,22 @@ def overflow_case(stage: int) -> list[str]:
                           model_factory=AwkwardOnDevice, loss_scale=LOSS_SCALE)[0].masters
     limit = tolerance_for(PRECISIONS["fp16"], factors_are_powers_of_two=False, clip=0.0).masters
     worst = {name: (masters[name] - right[name]).abs().max().item() for name in right if right[name].numel()}
-    return found + [f"after the skipped step, {name} differs by {value:.1e}" for name, value in worst.items() if not value <= limit]
+    return found + [f"after the skipped step, {name} differs by {value:.1e}"
+                    for name, value in worst.items() if not value <= limit]
 
 
 def make_cases() -> dict[str, Case]:
     cases: dict[str, Case] = {}
     for stage in STAGES:
         for precision in PRECISIONS:
-            for gas in (1, 3):
+            for gas in (1,) if precision == "bf16-sums" else (1, 3):
                 for loop in ("engine", "plain"):
                     name = f"stage{stage}-{precision}-gas{gas}-{loop}"
                     cases[name] = functools.partial(training_case, stage, precision, gas, loop)
         cases[f"stage{stage}-overflow"] = functools.partial(overflow_case, stage)
         cases[f"stage{stage}-wide"] = functools.partial(training_case, stage, "fp32", 3, "engine", WideModel)
+        cases[f"stage{stage}-wide-defaults"] = functools.partial(
+            training_case, stage, "fp32", 1, "plain", WideModel, DEFAULT_SIZES)
     return cases
 
 

@@ -1,7 +1,7 @@
 """Starts one process per GPU, runs named cases in one process group there, and collects what each rank found.
 
-One group serves all cases, because starting CUDA and NCCL takes longer than any of them. A rank that fails ends the group;
-the cases after it run in a fresh one.
+One group serves all cases, because starting CUDA and NCCL takes longer than any of them. A rank that fails ends the
+group; the cases after it run in a fresh one.
 """
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ def run_cases(names: Sequence[str], world_size: int, directory: Path) -> dict[st
             break
         paths = [directory / f"group{attempt}-rank{rank}.jsonl" for rank in range(world_size)]
         failure = _run_group(remaining, paths)
-        finished = _merge(remaining, paths)
-        outcomes |= finished
-        unfinished = [name for name in remaining if name not in finished]
-        if unfinished:
-            outcomes[unfinished[0]] = f"did not finish: {failure}\n{_texts_of(unfinished[0], paths)}"
+        outcomes |= _finished(remaining, paths)
+        if failure and not any(outcomes.get(name) for name in remaining):  # a crash or a hang: nobody told why
+            victim = next(name for name in remaining if name not in outcomes)
+            outcomes[victim] = f"did not finish: {failure}"
     return {name: outcomes.get(name, f"not run: {MAX_GROUPS} groups of processes failed before it") for name in names}
 
 
@@ -66,8 +65,9 @@ def _run_group(names: Sequence[str], paths: Sequence[Path]) -> str:
 
 def _rank_main(rank: int, port: int, names: list[str], paths: list[Path]) -> None:
     world_size, is_cuda = len(paths), torch.cuda.is_available()
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
-                      MASTER_ADDR=HOST, MASTER_PORT=str(port), DS_ACCELERATOR="cuda" if is_cuda else "cpu")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
+                      LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR=HOST, MASTER_PORT=str(port),
+                      DS_ACCELERATOR="cuda" if is_cuda else "cpu")
     device = None
     if is_cuda:
         device = torch.device("cuda", rank)
@@ -75,8 +75,8 @@ def _rank_main(rank: int, port: int, names: list[str], paths: list[Path]) -> Non
     else:
         torch.set_num_threads(1)
     store = dist.TCPStore(HOST, port, is_master=False)
-    dist.init_process_group("nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=world_size, device_id=device,
-                            timeout=timedelta(seconds=STALL_SECONDS / 2))
+    dist.init_process_group("nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=world_size,
+                            device_id=device, timeout=timedelta(seconds=STALL_SECONDS / 2))
     from tests.gpu.cases import CASES  # after the device is chosen
 
     for name in names:
@@ -99,12 +99,9 @@ def _read(path: Path) -> dict[str, str]:
     return dict(json.loads(line) for line in path.read_text().splitlines())
 
 
-def _merge(names: Sequence[str], paths: Sequence[Path]) -> dict[str, str]:
-    """Return the outcomes of the cases that every rank finished."""
+def _finished(names: Sequence[str], paths: Sequence[Path]) -> dict[str, str]:
+    """Return the outcomes of the cases that every rank finished or that went wrong on one."""
     by_rank = [_read(path) for path in paths]
-    return {name: _texts_of(name, paths) for name in names if all(name in found for found in by_rank)}
-
-
-def _texts_of(name: str, paths: Sequence[Path]) -> str:
-    texts = [(rank, _read(path).get(name, "")) for rank, path in enumerate(paths)]
-    return "\n".join(f"rank {rank}: {text}" for rank, text in texts if text)
+    texts = {name: "\n".join(f"rank {rank}: {found[name]}" for rank, found in enumerate(by_rank) if found.get(name))
+             for name in names}
+    return {name: text for name, text in texts.items() if text or all(name in found for found in by_rank)}

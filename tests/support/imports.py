@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE = "deepspeed"
 PUBLIC_PATH_MARK = "# public path"
+MARK_LINES = 3
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class Module:
 
     @property
     def is_public_path(self) -> bool:
-        """The file only offers names of other modules at the path where users look for them."""
-        return any(line.startswith(PUBLIC_PATH_MARK) for line in self.source.splitlines())
+        """The file says, in its first lines, that it only offers names of other modules where users look for them."""
+        return any(PUBLIC_PATH_MARK in line for line in self.source.splitlines()[:MARK_LINES])
 
 
 @cache

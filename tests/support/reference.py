@@ -77,11 +77,12 @@ FLOAT32_SUMS = Tolerance(
     "where gradients nearly cancel. Measured: 2.4e-7 at 4 ranks and 4 micro-batches.",
 )
 SCALED_16BIT = Tolerance(
-    masters=2e-4,
+    masters=1e-3,
     weights=2e-2,
     scalars=2e-3,
     reason="A clipping coefficient or a 1/3 that differs in its last bit moves masters by 1e-7. One that lies between "
-    "two 16-bit numbers then rounds to the other, 2**-8 away in bfloat16, and the next gradients differ by as much.",
+    "two 16-bit numbers then rounds to the other, 2**-8 away in bfloat16, and the next gradients differ by as much. "
+    "Measured: 2.4e-4 at 3 ranks and 3 micro-batches.",
 )
 SUMS_16BIT = Tolerance(
     masters=4e-2,

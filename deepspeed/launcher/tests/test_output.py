@@ -42,7 +42,7 @@ def test_a_traceback_is_held_then_shown_with_its_rank(output, pipes, capfd):
     os.write(pipes[1], b"before\n" + TRACEBACK)
     output.pump(1)
     assert capfd.readouterr().err == "before\n"
-    assert output.held_since(0) is None and output.held_since(1) <= time.monotonic()
+    assert output.last_traceback(0) is None and output.last_traceback(1) <= time.monotonic()
     os.write(pipes[1], b"after\n")
     output.show_held(1)
     expected = "".join(f"[rank 5] {line}\n" for line in [*TRACEBACK.decode().splitlines(), "after"])
@@ -60,7 +60,7 @@ def test_a_logged_traceback_appears_while_the_rank_lives_on(output, pipes, capfd
     time.sleep(0.06)
     output.pump(0)
     assert capfd.readouterr().err.startswith("[rank 4] Traceback")
-    assert output.held_since(0) is None
+    assert output.last_traceback(0) is not None
 
 
 def test_tracebacks_stay_held_when_the_job_is_ending(output, pipes, capfd, monkeypatch):
@@ -103,7 +103,7 @@ def test_muted_ranks_stay_silent(output, pipes, capfd):
 def test_other_reports_of_death_count_too(output, pipes, start):
     os.write(pipes[0], b"x\n" + start)
     output.pump(1)
-    assert output.held_since(0) is not None
+    assert output.last_traceback(0) is not None
 
 
 def test_the_rank_is_not_told_twice(output, pipes, capfd):

@@ -87,12 +87,12 @@ def test_the_first_failure_alone_is_shown(tmp_path, capfd):
 def test_a_silent_death_comes_before_the_traceback_that_it_causes(tmp_path, capfd):
     locked = f"import fcntl, os, time\nlock = open({str(tmp_path / 'lock')!r}, 'w')\n"
     ready = str(tmp_path / "ready")
-    dies = locked + f"fcntl.flock(lock, fcntl.LOCK_EX)\nos.mkdir({ready!r})\ntime.sleep(0.3)\nos._exit(3)"
+    dies = locked + f"fcntl.flock(lock, fcntl.LOCK_EX)\nos.mkdir({ready!r})\ntime.sleep(0.3)\nos.kill(os.getpid(), 9)"
     notices = (
         locked + f"while not os.path.exists({ready!r}):\n    time.sleep(0.01)\n"
         "fcntl.flock(lock, fcntl.LOCK_EX)\nraise RuntimeError('connection closed by peer')"
     )
-    assert run_ranks(processes(notices, dies)) == 3
+    assert run_ranks(processes(notices, dies)) == 137
     captured = capfd.readouterr()
     assert "rank 1 (pid" in captured.out and captured.err == ""
 
@@ -106,6 +106,23 @@ def test_a_traceback_comes_before_the_silent_death_that_it_causes(tmp_path, capf
     follows = f"import os, time\nwhile not os.path.exists({failed!r}):\n    time.sleep(0.01)\nos._exit(3)"
     assert run_ranks(processes(follows, raises)) == 1
     assert "[rank 1] ValueError: the cause" in capfd.readouterr().err
+
+
+def test_a_shown_traceback_counts_while_its_rank_is_slow_to_end(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("deepspeed.launcher.output.HOLD_SECONDS", 0.05)
+    failed = str(tmp_path / "failed")
+    slow = (
+        f"import atexit, os, time\natexit.register(time.sleep, 1)\natexit.register(os.mkdir, {failed!r})\n"
+        "raise ValueError('the cause')"
+    )
+    follows = (
+        f"import os, time\nwhile not os.path.exists({failed!r}):\n    time.sleep(0.01)\ntime.sleep(0.3)\n"
+        "raise RuntimeError('connection closed by peer')"
+    )
+    assert run_ranks(processes(follows, slow)) == 1
+    captured = capfd.readouterr()
+    assert "[rank 1] ValueError: the cause" in captured.err and "connection closed" not in captured.err
+    assert "rank 1 (pid" in captured.out
 
 
 def test_the_same_error_on_all_ranks_is_shown_once(capfd):

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from deepspeed.comm.topology import GroupPair
 from deepspeed.comm.wire import Done, Pending, Wire
 from deepspeed.errors import UsageError
+from deepspeed.runtime.policies import BucketDtypes, Residency
 from deepspeed.runtime.zero.grouping import BucketSpec
 from deepspeed.runtime.zero.layout import ParamSlice, cut_by_bucket
 from deepspeed.runtime.zero.storage import FullStorage, StagingPool
@@ -30,28 +29,6 @@ class BucketState(enum.Enum):
     SHARDED = "sharded"  # only this rank's chunk is current
     GATHERING = "gathering"  # a gather was launched and nobody waited for it yet
     FULL = "full"  # parameters are views of the full tensor
-
-
-@dataclass(frozen=True)
-class BucketDtypes:
-    """param: of the parameters. accumulate: of the gradient between micro-batches. reduce: on the wire. master: of the
-    optimizer's copy."""
-
-    param: torch.dtype
-    accumulate: torch.dtype
-    reduce: torch.dtype
-    master: torch.dtype
-
-
-@dataclass(frozen=True)
-class Residency:
-    """What a rank keeps whole: the table of ZeRO stages (style.md 2.3).
-
-    parameters: between uses. gradients: between micro-batches; where they are kept whole, they are reduced at the boundary.
-    """
-
-    parameters: bool
-    gradients: bool
 
 
 class ParamBucket:

@@ -15,8 +15,8 @@ def consolidated_state_dict(module: nn.Module, to_rank0: bool = True,
                             exclude_frozen: bool = False) -> OrderedDict[str, torch.Tensor] | None:
     """Return the module's state dict with full CPU tensors, in the parameters' dtypes. Collective.
 
-    Shared parameters stay shared; persistent buffers are included. to_rank0: the first data-parallel rank gets it and the
-    others None; False: every rank gets it. exclude_frozen: leave out parameters that do not require a gradient.
+    Shared parameters stay shared; persistent buffers are included. to_rank0: the first data-parallel rank gets it and
+    the others None; False: every rank gets it. exclude_frozen: leave out parameters that do not require a gradient.
     """
     entries = OrderedDict((name, value) for name, value in module.state_dict(keep_vars=True).items()
                           if not (exclude_frozen and isinstance(value, nn.Parameter) and not value.requires_grad))
@@ -28,11 +28,13 @@ def consolidated_state_dict(module: nn.Module, to_rank0: bool = True,
             copies[tensor] = tensor.detach().to("cpu", copy=True)
     if not keeps:
         return None
-    return OrderedDict((name, copies[value] if isinstance(value, torch.Tensor) else value) for name, value in entries.items())
+    return OrderedDict((name, copies[value] if isinstance(value, torch.Tensor) else value)
+                       for name, value in entries.items())
 
 
 def iter_full_parameters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, full tensor) for every parameter, each once, bucket by bucket. Collective: all ranks run it to the end.
+    """Yield (name, full tensor) for every parameter, each once, bucket by bucket. Collective: all ranks run it to the
+    end.
 
     A tensor is valid until the next one is asked for; clone what should stay.
     """

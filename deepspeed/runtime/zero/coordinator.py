@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.consistency import RankConsistency
+from deepspeed.runtime.policies import FetchLimits
 from deepspeed.runtime.zero.bucket import BucketState, ParamBucket
 from deepspeed.runtime.zero.storage import Slot
 
@@ -47,27 +48,15 @@ class Scope:
     buckets: list[ParamBucket] = field(default_factory=list)
     backward_uses: int = 0  # forwards of this scope whose backward is running
 
+    @property
+    def is_sharded(self) -> bool:
+        return any(bucket.is_sharded for bucket in self.buckets)
+
     def __hash__(self) -> int:
         return id(self)
 
     def __eq__(self, other: object) -> bool:
         return self is other
-
-
-@dataclass(frozen=True)
-class FetchLimits:
-    """How much is gathered ahead and kept. Sizes in elements; None is no limit.
-
-    prefetch_depth: buckets gathered ahead. prefetch_numel: elements gathered ahead beyond the first bucket; 0 for nothing.
-    live_numel: elements gathered at once. reuse_numel: largest bucket whose slot is read again without a new gather.
-    logs_changes: warn when execution leaves the recorded order.
-    """
-
-    prefetch_depth: int = 1
-    prefetch_numel: int | None = None
-    live_numel: int | None = None
-    reuse_numel: int | None = None
-    logs_changes: bool = False
 
 
 class _Trace:
@@ -195,10 +184,11 @@ class ParamCoordinator:
             if bucket not in self._backward_open:
                 self._hold(bucket, scope)
                 self._backward_open[bucket] = 0
-            # without input gradients the use ends with the bucket's own gradients; if there are none to come, with the
-            # whole backward, which an opening that nobody closes expresses
-            own_grads_will_come = bucket.spec.is_trainable and bucket not in self._grads_complete
-            if has_input_grads or not own_grads_will_come:
+            # Without input gradients the use ends with the bucket's own gradients. If none are to come, or the scope only
+            # reads the bucket beside its own modules (and may do so after those gradients), it ends with the whole
+            # backward: an opening that nobody closes.
+            is_own = scope.module in bucket.spec.scopes and bucket.spec.is_trainable
+            if has_input_grads or not is_own or bucket in self._grads_complete:
                 self._backward_open[bucket] += 1
 
     def leave_backward(self, scope: Scope) -> None:

@@ -1,13 +1,13 @@
 """GatheredParameters: full values of sharded parameters for a while, to read or to change.
 
-Note [Changes inside]: with `modifier_rank` the values of that rank are given to all ranks and stored in the shards and the
-fp32 masters. Without it nothing is stored. A change made nevertheless would be lost, so it is looked for and refused on
-all ranks: always on the CPU, on a GPU only with `zero_optimization.enable_sanity_checks`, because the look stalls the host.
-Each rank compares the elements that it owns with its shard, and the sum of all bits with that at entry; parameters that are
-kept whole are compared with a copy, and restored.
+Note [Changes inside]: with `modifier_rank` the values of that rank are given to all ranks and stored in the shards and
+the fp32 masters. Without it nothing is stored. A change made nevertheless would be lost, so it is looked for and
+refused on all ranks: always on the CPU, on a GPU only with `zero_optimization.enable_sanity_checks`, because the look
+stalls the host. Each rank compares the elements that it owns with its shard, and the sum of all bits with that at
+entry; parameters that are kept whole are compared with a copy, and restored.
 
-Note [Errors inside]: ranks agree on how the context ended before anything is stored, so an exception on one rank becomes an
-error on all of them, and nobody waits for a broadcast that never comes.
+Note [Errors inside]: ranks agree on how the context ended before anything is stored, so an exception on one rank
+becomes an error on all of them, and nobody waits for a broadcast that never comes.
 """
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class GatheredParameters:
     """Context in which the given parameters hold their full values on every rank. Collective, at entry and at exit.
 
     params: a parameter or any iterable of them; tensors that no engine and no `zero.Init` manages are ignored.
-    modifier_rank: on exit every rank gets the values of this rank of the parameters' data-parallel group (its global rank
-    unless there is model parallelism). None: read only.
+    modifier_rank: on exit every rank gets the values of this rank of the parameters' data-parallel group (its global
+    rank unless there is model parallelism). None: read only.
     fwd_module: a module whose forward uses the parameters; they are registered as external to it.
     enabled: False makes the context do nothing.
 
-    Raises: UsageError (a RuntimeError) for a parameter that an enclosing context holds already, for a modifier rank that does
-    not exist, and on exit as Note [Changes inside] and Note [Errors inside] say.
+    Raises: UsageError (a RuntimeError) for a parameter that an enclosing context holds already, for a modifier rank
+    that does not exist, and on exit as Note [Changes inside] and Note [Errors inside] say.
     """
 
     def __init__(self, params: torch.Tensor | Iterable[torch.Tensor], modifier_rank: int | None = None,
@@ -58,8 +58,8 @@ class GatheredParameters:
         homes = homes_of(self._params)
         listed = [home.name for home in homes if home.is_partitioned and home.is_listed]
         if listed:
-            raise UsageError(f"GatheredParameters is entered for {', '.join(listed)} inside another GatheredParameters that holds "
-                             "them. Name each parameter in one context.")
+            raise UsageError(f"GatheredParameters is entered for {', '.join(listed)} inside another GatheredParameters "
+                             "that holds them. Name each parameter in one context.")
         self._check_modifier(homes)
         pin(homes, _LABEL)
         self._homes = homes
@@ -102,14 +102,15 @@ class GatheredParameters:
             if not home.bucket.is_sharded:
                 home.parameter.data = home.full_view.copy_(before)
         if failed_rank is not None:
-            raise UsageError(f"rank {failed_rank} left GatheredParameters by an exception, so the changes made inside are dropped "
-                             "on all ranks. Look at its log.")
+            raise UsageError(f"rank {failed_rank} left GatheredParameters by an exception, so the changes made inside "
+                             "are dropped on all ranks. Look at its log.")
         names = ", ".join(home.name for home in marked)
         if self._modifier_rank is not None:
-            raise UsageError(f"{names} cannot be stored: inside GatheredParameters its data was replaced by a tensor of another "
-                             "shape, dtype or device, or an optimizer step ran. Copy into the parameter instead.")
-        raise UsageError(f"{names} was changed inside GatheredParameters without modifier_rank, so the change would be lost. Pass "
-                         "modifier_rank=<rank that makes the change>.")
+            raise UsageError(f"{names} cannot be stored: inside GatheredParameters its data was replaced by a tensor "
+                             "of another shape, dtype or device, or an optimizer step ran. Copy into the parameter "
+                             "instead.")
+        raise UsageError(f"{names} was changed inside GatheredParameters without modifier_rank, so the change would be "
+                         "lost. Pass modifier_rank=<rank that makes the change>.")
 
     def _check_modifier(self, homes: Sequence[ParamHome]) -> None:
         for home in homes if self._modifier_rank is not None else ():
@@ -154,7 +155,10 @@ def gather_all(coordinator: ParamCoordinator) -> Iterator[None]:
 
 @contextmanager
 def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the model inside an engine with all its parameters gathered and, at stage 3, without its hooks. Collective."""
+    """Yield the model inside an engine with all its parameters gathered and, at stage 3, without its hooks.
+
+    Collective.
+    """
     module = model.module
     homes = homes_of(module.parameters())
     hooks = {home.hooks for home in homes if home.hooks is not None and home.is_partitioned}

@@ -8,14 +8,15 @@ is handed out as it is, a placeholder. While everything is FULL the plain dict i
 """
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from deepspeed.runtime.zero.bucket import ParamBucket
 from deepspeed.runtime.zero.coordinator import ParamCoordinator, Scope
@@ -71,7 +72,7 @@ class ZeroHooks:
         self._plain: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
         self._owners: dict[ParamBucket, list[nn.Module]] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._depth = 0  # forwards of hooked modules that are running
+        self._running: list[tuple[Scope, _InputGrads | None]] = []  # forwards of hooked modules, outermost first
         self._is_installed = False
         self._buckets = list(buckets)
         for bucket in buckets:
@@ -100,7 +101,7 @@ class ZeroHooks:
         self._handles.append(module.register_forward_pre_hook(
             _undisturbed(lambda _, args, kwargs: self._enter(scope, args, kwargs)), prepend=True, with_kwargs=True))
         self._handles.append(module.register_forward_hook(
-            _undisturbed(lambda _, args, kwargs, output: self._leave(scope, args, kwargs, output)), with_kwargs=True))
+            _undisturbed(lambda _, args, output: self._leave(scope, output))))
 
     def scope_of(self, module: nn.Module) -> Scope:
         """Return the module's scope, hooking the module when it has none yet."""
@@ -167,48 +168,93 @@ class ZeroHooks:
 
     def end_backward(self) -> None:
         """The whole backward is over (told by the reducer)."""
-        self._depth = 0  # a recomputation that stopped early never left its forward
+        self._running.clear()  # a recomputation that stopped early never left its forward
         self._coordinator.end_backward()
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
-    def _enter(self, scope: Scope, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _enter(self, scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         in_backward = torch._C._current_graph_task_id() != -1
         if not in_backward and self._reducer.in_backward:
             self._reducer.abort()  # the last backward was left by an exception
-        if not in_backward and (scope.module is self._root or self._depth == 0):
-            self._depth = 0  # an exception may have left an earlier forward
+        if not in_backward and (scope.module is self._root or not self._running):
+            self._running.clear()  # an exception may have left an earlier forward
             self._coordinator.start_forward(torch.is_grad_enabled() and self._root.training)
-        self._depth += 1
+        watch = None
+        if torch.is_grad_enabled() and scope.is_sharded and not self._coordinator.is_recomputing(scope):
+            watch = _InputGrads(self._coordinator, scope)
+        self._running.append((scope, watch))
         self._coordinator.enter(scope)
+        return None if watch is None else tree_map(watch.track, (args, kwargs))
 
-    def _leave(self, scope: Scope, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        self._depth = max(0, self._depth - 1)
+    def _leave(self, scope: Scope, output: Any) -> None:
+        watch = self._pop(scope)
         is_recomputing = self._coordinator.is_recomputing(scope)
         self._coordinator.leave(scope)
-        if torch.is_grad_enabled() and not is_recomputing:
-            self._expect_backward(scope, args, kwargs, output)
-        if self._depth == 0 and torch._C._current_graph_task_id() == -1:
+        if torch.is_grad_enabled() and not is_recomputing and (scope.buckets or scope.module is self._root):
+            self._expect_backward(scope, watch is not None and watch.count > 0, output)
+        if not self._running and torch._C._current_graph_task_id() == -1:
             self._coordinator.end_forward()
 
-    def _expect_backward(self, scope: Scope, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        outputs = _with_grad(output)
-        if not outputs or not (scope.buckets or scope.module is self._root):
-            return
-        inputs = _with_grad((args, kwargs))
+    def _pop(self, scope: Scope) -> _InputGrads | None:
+        """Take the running forward of `scope` off, with those inside it that an exception left."""
+        if any(running is scope for running, _ in self._running):
+            while True:
+                running, watch = self._running.pop()
+                if running is scope:
+                    return watch
+        return None
 
+    def _expect_backward(self, scope: Scope, has_input_grads: bool, output: Any) -> None:
+        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if not outputs:
+            return
+
+        # a hook that kept a tensor alive would tie the graph into a cycle that nothing collects
         def before(_: torch.Tensor) -> None:
             self._reducer.begin()
             if scope.buckets:
-                self._coordinator.enter_backward(scope, has_input_grads=bool(inputs))
+                self._coordinator.enter_backward(scope, has_input_grads)
 
         register_multi_grad_hook(outputs, before, mode="any")
-        if inputs and scope.buckets:
-            register_multi_grad_hook(inputs, lambda _: self._coordinator.leave_backward(scope), mode="all")
 
 
-def _with_grad(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+class _InputGrads:
+    """Tells the coordinator when the gradients of all inputs of one forward are computed.
+
+    Hooks go on aliases of the inputs: an input that other modules use as well gets its own gradient much later.
+    """
+
+    def __init__(self, coordinator: ParamCoordinator, scope: Scope):
+        self._coordinator, self._scope = coordinator, scope
+        self.count = 0
+        self._arrived = 0
+
+    def track(self, leaf: Any) -> Any:
+        """Return an alias of a tensor that needs a gradient, with a hook on it; anything else as it is."""
+        if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad:
+            return leaf
+        alias = leaf.view_as(leaf)
+        self.count += 1
+        alias.register_hook(self._on_grad)
+        return alias
+
+    def _on_grad(self, _: torch.Tensor) -> None:
+        self._arrived += 1
+        if self._arrived == self.count:
+            self._arrived = 0  # the graph may be kept for another backward
+            self._coordinator.leave_backward(self._scope)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in containers that torch knows, in mappings and in dataclasses."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif isinstance(leaf, Mapping):
+            yield from tensors_in(list(leaf.values()))
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 
 def _undisturbed(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,10 +1,10 @@
 """zero.Init: models whose parameters are sharded as they are constructed, so that no rank ever holds the whole model.
 
-Note [When a module is sharded]: the constructor of every module class is wrapped. When the outermost constructor of an object
-is through, the parameters that the object holds itself get rank 0's values and are sharded, each in a bucket of its own
-(param_sharder.py). So a constructor sees its own parameters whole, and those of its children released. At the peak a rank
-holds its shards and the parameters of one module. `deepspeed.initialize` moves the parameters into its buckets, one bucket at
-a time.
+Note [When a module is sharded]: the constructor of every module class is wrapped. When the outermost constructor of an
+object is through, the parameters that the object holds itself get rank 0's values and are sharded, each in a bucket of
+its own (param_sharder.py). So a constructor sees its own parameters whole, and those of its children released. At the
+peak a rank holds its shards and the parameters of one module. `deepspeed.initialize` moves the parameters into its
+buckets, one bucket at a time.
 
 Note [One context patches]: classes and torch's constructors belong to the whole process. The outermost active context
 replaces them and puts them back; contexts inside it change nothing.
@@ -50,19 +50,22 @@ class DeepSpeedTensorOverride(Enum):
 
 
 class Init:
-    """Context under which module constructors leave sharded parameters behind. Collective: all ranks build the same model.
+    """Context under which module constructors leave sharded parameters behind. Collective: all ranks build the same
+    model.
 
     module: shard this existing module at once instead; the object needs no `with`.
     data_parallel_group, sequence_data_parallel_group: the process group to shard over, by default that of `mpu`, or all
-    ranks. config_dict_or_path: a configuration, whose precision blocks choose the dtype and whose `mics_shard_size` the size
-    of the shard groups; `config` is its deprecated name. dtype: of floating parameters; by default the configuration's, or
-    half. tensor_overrides: whether torch's constructors give that dtype and the accelerator's device. enabled: False makes
-    the context do nothing.
-    Accepted without effect: `mem_efficient_linear` (a released parameter keeps no full weight in any module), `pin_memory`
-    (nothing rests on the host), `zero_param_parallel_group` (the second shard of hpZ is made by `initialize`).
+    ranks. config_dict_or_path: a configuration, whose precision blocks choose the dtype and whose `mics_shard_size` the
+    size of the shard groups; `config` is its deprecated name. dtype: of floating parameters; by default the
+    configuration's, or half. tensor_overrides: whether torch's constructors give that dtype and the accelerator's
+    device. enabled: False makes the context do nothing.
+    Accepted without effect: `mem_efficient_linear` (a released parameter keeps no full weight in any module),
+    `pin_memory` (nothing rests on the host), `zero_param_parallel_group` (the second shard of hpZ is made by
+    `initialize`).
 
-    Inside, `module.apply(fn)` lets fn see and change parameters: those that the module holds itself and those of its direct
-    children. Any other change to parameters of finished modules needs `GatheredParameters(params, modifier_rank=0)`.
+    Inside, `module.apply(fn)` lets fn see and change parameters: those that the module holds itself and those of its
+    direct children. Any other change to parameters of finished modules needs `GatheredParameters(params,
+    modifier_rank=0)`.
 
     Raises: FeatureNotAvailableError for parameters on the host or on disk, and for quantised weights; UsageError (a
     RuntimeError) for two groups; CommError (a RuntimeError) when the job has more processes than the group.
@@ -71,27 +74,30 @@ class Init:
     _outermost: ClassVar[Init | None] = None
     _depth: ClassVar[int] = 0
 
-    def __init__(self, module: nn.Module | None = None, data_parallel_group: Any = None, mem_efficient_linear: bool = True,
-                 remote_device: str | None = None, pin_memory: bool = False, config_dict_or_path: Any = None,
-                 config: Any = None, enabled: bool = True, dtype: torch.dtype | None = None, mpu: Any = None,
-                 zero_param_parallel_group: Any = None, zero_quantized_weights: bool = False,
-                 zero_quantized_nontrainable_weights: bool = False, sequence_data_parallel_group: Any = None,
+    def __init__(self, module: nn.Module | None = None, data_parallel_group: Any = None,
+                 mem_efficient_linear: bool = True, remote_device: str | None = None, pin_memory: bool = False,
+                 config_dict_or_path: Any = None, config: Any = None, enabled: bool = True,
+                 dtype: torch.dtype | None = None, mpu: Any = None, zero_param_parallel_group: Any = None,
+                 zero_quantized_weights: bool = False, zero_quantized_nontrainable_weights: bool = False,
+                 sequence_data_parallel_group: Any = None,
                  param_swapper: Any = None,
                  tensor_overrides: Sequence[DeepSpeedTensorOverride] = tuple(DeepSpeedTensorOverride)):
         self.enabled = enabled
         if not enabled:
             return
         if config is not None:
-            warnings.warn("zero.Init(config=...) is deprecated; use config_dict_or_path=...", FutureWarning, stacklevel=2)
+            warnings.warn("zero.Init(config=...) is deprecated; use config_dict_or_path=...", FutureWarning,
+                          stacklevel=2)
             config_dict_or_path = config if config_dict_or_path is None else config_dict_or_path
         if data_parallel_group is not None and sequence_data_parallel_group is not None:
-            raise UsageError("zero.Init got both data_parallel_group and sequence_data_parallel_group. Pass the one to shard over.")
+            raise UsageError("zero.Init got both data_parallel_group and sequence_data_parallel_group. Pass the one to "
+                             "shard over.")
         if not comm.is_initialized():
             comm.init_distributed()
         parsed = None if config_dict_or_path is None else DeepSpeedConfig(config_dict_or_path, mpu)
         self._device = torch.device(get_accelerator().current_device_name())
-        _check_available(self._device, remote_device, parsed, zero_quantized_weights or zero_quantized_nontrainable_weights,
-                         param_swapper)
+        is_quantized = zero_quantized_weights or zero_quantized_nontrainable_weights
+        _check_available(self._device, remote_device, parsed, is_quantized, param_swapper)
         self.dtype = dtype if dtype is not None else _dtype_of(parsed)
         self._overrides = set(tensor_overrides)
         group = data_parallel_group if sequence_data_parallel_group is None else sequence_data_parallel_group
@@ -138,13 +144,9 @@ class Init:
 
     def _convert(self, module: nn.Module) -> None:
         """Shard the parameters that the module holds itself and that are not sharded yet."""
-        new = [(name, parameter) for name, parameter in module.named_parameters(recurse=False)
-               if home_of(parameter) is None and not parameter.is_meta and not isinstance(parameter, UninitializedTensorMixin)]
-        if not new and not any(home_of(parameter) for parameter in module.parameters(recurse=False)):
-            watch_module(module, is_partitioned=True)
-            return
+        new = [(name, parameter) for name, parameter in module.named_parameters(recurse=False) if _can_shard(parameter)]
         with self._own_constructors():
-            if self._sharder is None:
+            if new and self._sharder is None:
                 self._sharder = ParamSharder(self._pair, self._device, self._checks_reads)
             for name, parameter in new:
                 changes_dtype = DeepSpeedTensorOverride.dtype in self._overrides and parameter.is_floating_point()
@@ -170,7 +172,8 @@ class Init:
     # ---- patches -----------------------------------------------------------------------------------------------------
 
     def _patch(self) -> None:
-        """Wrap the constructors of present and future module classes, `Module.apply`, and torch's tensor constructors."""
+        """Wrap the constructors of present and future module classes, `Module.apply`, and torch's tensor
+        constructors."""
         # looked up at this moment, because clients replace the function there
         from deepspeed.runtime.zero import partition_parameters
 
@@ -249,6 +252,11 @@ def is_sharded_by_init(parameter: torch.Tensor) -> bool:
     return home is not None and home.is_own
 
 
+def _can_shard(parameter: nn.Parameter) -> bool:
+    has_values = not parameter.is_meta and not isinstance(parameter, UninitializedTensorMixin)
+    return has_values and home_of(parameter) is None
+
+
 class _GatheringFunction:
     """A function for `Module.apply` that sees full parameters and whose changes, as rank 0 makes them, are kept."""
 
@@ -267,7 +275,8 @@ class _GatheringFunction:
             unpin(homes)
 
 
-def _gathering_apply(original: Callable[..., nn.Module], own_constructors: Callable[[], Any]) -> Callable[..., nn.Module]:
+def _gathering_apply(original: Callable[..., nn.Module],
+                     own_constructors: Callable[[], Any]) -> Callable[..., nn.Module]:
     @functools.wraps(original)
     def apply(module: nn.Module, fn: Callable[[nn.Module], Any]) -> nn.Module:
         # torch applies to the children through this method again
@@ -303,17 +312,18 @@ def _with_own_constructor(root: type) -> Iterable[type]:
     return [cls for cls in found if inspect.isfunction(cls.__dict__.get("__init__"))]
 
 
-def _check_available(device: torch.device, remote_device: str | None, config: DeepSpeedConfig | None, is_quantized: bool,
-                     swapper: Any) -> None:
+def _check_available(device: torch.device, remote_device: str | None, config: DeepSpeedConfig | None,
+                     is_quantized: bool, swapper: Any) -> None:
     zero = None if config is None else config.zero_optimization
-    offload = None if zero is None or zero.offload_param is None else str(getattr(zero.offload_param.device, "value", "none"))
-    remote = remote_device if offload in (None, "none") else offload
+    offload = "none" if zero is None or zero.offload_param is None else zero.offload_param.device.value
+    remote = remote_device if offload == "none" else offload
     if swapper is not None or remote not in (None, "none", device.type):
-        raise FeatureNotAvailableError(f"zero.Init cannot keep parameters on {remote or 'a swapper'}: parameter offload is not "
-                                       "available in this release. Leave remote_device and offload_param out.")
+        raise FeatureNotAvailableError(f"zero.Init cannot keep parameters on {remote or 'a swapper'}: parameter "
+                                       "offload is not available in this release. Leave remote_device and offload_param "
+                                       "out.")
     if is_quantized or (zero is not None and zero.zero_quantized_weights):
-        raise FeatureNotAvailableError("zero.Init cannot quantise weights: zero_quantized_weights is not available in this "
-                                       "release. Set it to false.")
+        raise FeatureNotAvailableError("zero.Init cannot quantise weights: zero_quantized_weights is not "
+                                       "available in this release. Set it to false.")
 
 
 def _dtype_of(config: DeepSpeedConfig | None) -> torch.dtype:
@@ -327,12 +337,12 @@ def _find_pair(process_group: Any, mpu: Any, shard_size: int | None) -> GroupPai
     if process_group is None:
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if launched > 1 and comm.get_world_size() == 1:
-            raise CommError(f"zero.Init would shard over one rank, but WORLD_SIZE is {launched}. Call deepspeed.init_distributed() "
-                            "first, with the launcher's environment.")
+            raise CommError(f"zero.Init would shard over one rank, but WORLD_SIZE is {launched}. Call "
+                            "deepspeed.init_distributed() first, with the launcher's environment.")
         return Topology.build(mpu=mpu).group_pair(shard_size)
     ranks = tuple(comm.get_all_ranks_from_group(process_group))
     if shard_size not in (None, len(ranks)):
-        raise DeepSpeedConfigError(f"zero_optimization.mics_shard_size is {shard_size}, but zero.Init was given a group of "
-                                   f"{len(ranks)} ranks. Leave one of them out.")
+        raise DeepSpeedConfigError(f"zero_optimization.mics_shard_size is {shard_size}, but zero.Init was given "
+                                   f"a group of {len(ranks)} ranks. Leave one of them out.")
     shard = Group("zero.Init", ranks, ranks.index(comm.get_rank()), process_group)
     return GroupPair(shard, single_rank_group("zero.Init replicate"))

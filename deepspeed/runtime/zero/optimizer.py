@@ -105,6 +105,14 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
         self._global_grad_norm = norm / self.loss_scaler.value if self.loss_scaler.value != 1.0 else norm
         return norm
 
+    @torch.no_grad()
+    def clip_gradients(self) -> None:
+        """Scale the reduced gradients in place so that their unscaled global norm is at most `clip_grad`. Collective."""
+        if self.clip_grad > 0:
+            factor = self._factor(self.grad_norm()) * self.loss_scaler.value
+            for bucket in self.buckets:
+                bucket.grad_shard.mul_(factor)
+
     def _factor(self, norm: torch.Tensor | None) -> torch.Tensor | float:
         """Return what gradients are multiplied by: unscaling and clipping in one factor. A tensor stays on the device."""
         inverse_scale = 1.0 / self.loss_scaler.value

@@ -1,9 +1,10 @@
 """ParamHome: what a managed parameter knows about the place it lives in.
 
-Vocabulary. A parameter is *managed* when a bucket holds its bytes, and *partitioned* when that is ZeRO stage 3 or `zero.Init`:
-then clients find the `ds_*` attributes on it (views.py). Its *local piece* is the part of this rank's shard that belongs to
-it, possibly empty. A bucket is *own* when `zero.Init` made it for one parameter; an engine moves the parameter into one of
-its buckets.
+Vocabulary. A parameter is *managed* when a bucket holds its bytes, and *partitioned* when that is ZeRO stage 3 or
+`zero.Init`:
+then clients find the `ds_*` attributes on it (views.py). Its *local piece* is the part of this rank's shard that
+belongs to it, possibly empty. A bucket is *own* when `zero.Init` made it for one parameter; an engine moves the
+parameter into one of its buckets.
 """
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ class ParamHome:
     """Where one parameter lives: parameter `index` of `bucket`, and who moves it.
 
     number: unique in the process, rising in the order of creation and so equal on all ranks; None draws the next one.
-    hooks, optimizer: of the engine; None before there is one, the optimizer also where it does not update the parameter.
-    checks_reads: compare the values after a read-only gather even where that stalls the device.
+    hooks, optimizer: of the engine; None before there is one, the optimizer also where it does not update the
+    parameter. checks_reads: compare the values after a read-only gather even where that stalls the device.
     """
 
     def __init__(self, bucket: ParamBucket, index: int, coordinator: ParamCoordinator, *, is_partitioned: bool,
@@ -110,8 +111,8 @@ class ParamHome:
     def reduce_parameter(self, protocol: int) -> Any:
         """`__reduce_ex__` of the parameter: pickles hold a plain one. Raises: UsageError for a released parameter."""
         if self.bucket.is_sharded and not self.bucket.is_full:
-            raise UsageError(f"parameter {self.name} is released (ZeRO keeps only a shard of it) and cannot be pickled. Pickle "
-                             "it inside deepspeed.zero.GatheredParameters.")
+            raise UsageError(f"parameter {self.name} is released (ZeRO keeps only a shard of it) and cannot be "
+                             "pickled. Pickle it inside deepspeed.zero.GatheredParameters.")
         parameter = self.parameter
         return nn.Parameter(parameter.data, parameter.requires_grad).__reduce_ex__(protocol)
 
@@ -145,7 +146,10 @@ def unpin(homes: Sequence[ParamHome]) -> None:
 
 
 def publish(homes: Sequence[ParamHome], source: int = 0) -> None:
-    """Give all ranks the full values of data-parallel rank `source`, and store them. The homes are pinned. Collective."""
+    """Give all ranks the full values of data-parallel rank `source`, and store them. Collective.
+
+    The homes are pinned.
+    """
     for home in homes:
         broadcast_from(home.full_view, home.bucket.pair, source)
         home.store()

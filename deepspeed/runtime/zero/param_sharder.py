@@ -21,8 +21,30 @@ from deepspeed.runtime.zero.storage import StagingPool
 from deepspeed.runtime.zero.views import abandon, settle, show_status
 
 
+# Shards are small and stay; parameters around them are large and go. Allocated in turns, they leave holes in the heap
+# in which no later parameter fits, and the process grows to the size of the whole model (measured with glibc).
+SLAB_BYTES = 16 * 2**20
+
+
+class _ShardSlabs:
+    """Memory for shards that live long, in slabs. A slab is freed with the last shard in it."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}  # what is left of the newest slabs
+
+    def keep(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return a copy of `shard` in a slab."""
+        key, numel = (shard.dtype, shard.device), shard.numel()
+        rest = self._open.get(key)
+        if rest is None or rest.numel() < numel:
+            rest = torch.empty(max(numel, SLAB_BYTES // shard.element_size()), dtype=shard.dtype, device=shard.device)
+        self._open[key] = rest[numel:]
+        return rest[:numel].copy_(shard)
+
+
 class ParamSharder:
-    """Gives parameters buckets of their own over one group pair. Every rank shards the same parameters in the same order.
+    """Gives parameters buckets of their own over one group pair. Every rank shards the same parameters in the same
+    order.
 
     device: parameters on a GPU are gathered over side streams, others over the host. checks_reads: see ParamHome.
     """
@@ -34,6 +56,7 @@ class ParamSharder:
         self._wire = _make_wire(pair, device, consistency)
         self._coordinator = ParamCoordinator([], consistency, FetchLimits())
         self._staging = StagingPool()
+        self._slabs = _ShardSlabs()
         self._checks_reads = checks_reads
 
     def shard(self, parameter: nn.Parameter, name: str) -> None:
@@ -43,16 +66,20 @@ class ParamSharder:
         """
         bucket = self._make_bucket(parameter, name)
         bucket.adopt(lambda full: broadcast_from(full, self.pair, 0))
+        if bucket.is_sharded:
+            bucket.shard = self._slabs.keep(bucket.shard)
         self._settle(bucket)
 
     def _make_bucket(self, parameter: nn.Parameter, name: str) -> ParamBucket:
-        spec = BucketSpec(name, (parameter,), (NOT_OPTIMIZED,), (), is_sharded=True, is_trainable=parameter.requires_grad)
+        spec = BucketSpec(name, (parameter,), (NOT_OPTIMIZED,), (), is_sharded=True,
+                          is_trainable=parameter.requires_grad)
         dtypes = BucketDtypes(*[parameter.dtype] * 4)
         return ParamBucket(spec, (name,), self.pair, self._wire, dtypes, Residency(parameters=False, gradients=False),
                            self._staging)
 
     def _settle(self, bucket: ParamBucket) -> None:
-        home = ParamHome(bucket, 0, self._coordinator, is_partitioned=True, is_own=True, checks_reads=self._checks_reads)
+        home = ParamHome(bucket, 0, self._coordinator, is_partitioned=True, is_own=True,
+                         checks_reads=self._checks_reads)
         settle(home)
         home.parameter.__deepcopy__ = partial(self._copy, home)
         bucket.watchers.append(show_status)
@@ -67,7 +94,7 @@ class ParamSharder:
         if not old.is_sharded:
             bucket.adopt(_agreed_already)
         else:
-            bucket.shard = (old.own_chunk(old.storage.tensor) if old.is_full else old.shard).clone()
+            bucket.shard = self._slabs.keep(old.own_chunk(old.storage.tensor) if old.is_full else old.shard)
             bucket.hide()
         self._settle(bucket)
         return copy
@@ -75,7 +102,8 @@ class ParamSharder:
 
 @contextmanager
 def gather_for_adoption(params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Let those of `params` that `zero.Init` sharded hold their full values, for a bucket of the engine to adopt. Collective.
+    """Let those of `params` that `zero.Init` sharded hold their full values, for a bucket of the engine to adopt.
+    Collective.
 
     When the context ends well their old shards are freed; when it fails they are as before.
     """

@@ -45,8 +45,8 @@ class DeepSpeedZeRoOffload:
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
         if module is not self.module:
-            raise UsageError(f"the hooks belong to the {type(self.module).__name__} that the engine was made for, not to this "
-                             f"{type(module).__name__}. Pass the engine's module.")
+            raise UsageError(f"the hooks belong to the {type(self.module).__name__} that the engine was made for, not "
+                             f"to this {type(module).__name__}. Pass the engine's module.")
         self._hooks.install()
         self.forward_hooks = [HooksHandle(self._hooks)]
 

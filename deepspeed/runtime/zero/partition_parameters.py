@@ -1,4 +1,5 @@
-"""The public names of partitioned parameters in one place, and the tensor constructor hook that clients replace here."""
+"""The public names of partitioned parameters in one place, and the tensor constructor hook that clients replace
+here."""
 from __future__ import annotations
 
 import torch
@@ -12,7 +13,8 @@ from deepspeed.runtime.zero.views import (
     ZeroParamStatus, ZeroParamType, install_views, register_external_parameter, unregister_external_parameter,
 )
 
-# Clients swap the wrapper for one that leaves `_orig_torch_arange` alone; `Init` looks it up here each time it is entered.
+# Clients swap the wrapper for one that leaves `_orig_torch_arange` alone; `Init` looks it up here each time it is
+# entered.
 zero_wrapper_for_fp_tensor_constructor = wrap_constructor
 _orig_torch_arange = torch.arange
 

@@ -49,7 +49,7 @@ class DeepSpeedZeroOptimizer(_GroupedOptimizer):
 class DeepSpeedZeroOptimizer_Stage3(_GroupedOptimizer):
     """Stage 3."""
 
-    parameter_offload: DeepSpeedZeRoOffload | None = None  # the handle on the model's hooks; set when the engine is built
+    parameter_offload: DeepSpeedZeRoOffload | None = None  # the handle on the model's hooks; set by what builds them
 
     @property
     def fp16_groups(self) -> list[list[nn.Parameter]]:
@@ -115,7 +115,8 @@ class FP16_Optimizer(FP16_UnfusedOptimizer):
         return [piece for group in self._masters_by_group() for piece in group]
 
 
-def optimizer_class(stage: int, has_masters: bool, accumulates_in_fp32: bool, is_elementwise: bool) -> type[ShardedOptimizer]:
+def optimizer_class(stage: int, has_masters: bool, accumulates_in_fp32: bool,
+                    is_elementwise: bool) -> type[ShardedOptimizer]:
     """Return the class that clients expect for a stage.
 
     has_masters: the parameters have a 16-bit dtype. accumulates_in_fp32: their gradients are added up in fp32.

@@ -1,7 +1,8 @@
 """State dicts of models with partitioned parameters: honest entries when saving, full tensors when loading.
 
-Neither direction communicates, because clients call `state_dict()` on one rank, and often only for its keys. The hooks are
-module-level functions that find a parameter's home at the moment of the call, so copies of a module stay independent.
+Neither direction communicates, because clients call `state_dict()` on one rank, and often only for its keys. The hooks
+are module-level functions that find a parameter's home at the moment of the call, so copies of a module stay
+independent.
 """
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The attributes that clients find on parameters and modules: the `ds_*` views of stage 3, and access to the masters below.
+"""The attributes that clients find on parameters and modules: the `ds_*` views of stage 3, and access to the masters
+below.
 
-Everything here is a view on a `ParamHome` (param_home.py): plain attributes, set when the home is made and refreshed when the
-parameter appears or disappears. `torch.nn.Parameter` itself stays as torch made it.
+Everything here is a view on a `ParamHome` (param_home.py): plain attributes, set when the home is made and refreshed
+when the parameter appears or disappears. `torch.nn.Parameter` itself stays as torch made it.
 """
 from __future__ import annotations
 
@@ -10,7 +11,6 @@ from enum import Enum
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
 
 from deepspeed.errors import UsageError
@@ -94,8 +94,9 @@ class PartitionedParam:
             "id": parameter.ds_id, "status": parameter.ds_status.name, "numel": parameter.numel(),
             "ds_numel": parameter.ds_numel, "shape": tuple(parameter.shape), "ds_shape": tuple(parameter.ds_shape),
             "requires_grad": parameter.requires_grad,
-            "grad_shape": None if parameter.grad is None else tuple(parameter.grad.shape), "persist": parameter.ds_persist,
-            "active_sub_modules": parameter.ds_active_sub_modules, "ds_tensor.shape": tuple(parameter.ds_tensor.shape)}
+            "grad_shape": None if parameter.grad is None else tuple(parameter.grad.shape),
+            "persist": parameter.ds_persist, "active_sub_modules": parameter.ds_active_sub_modules,
+            "ds_tensor.shape": tuple(parameter.ds_tensor.shape)}
 
     def item(self) -> Any:
         """Return the value of a parameter with one element, gathering it first. Collective."""
@@ -133,9 +134,9 @@ def install_views(model: nn.Module, buckets: Sequence[ParamBucket], optimizer: S
             unshard(parameter)
             continue
         bucket, index = places[parameter]
-        home = ParamHome(bucket, index, coordinator, is_partitioned=is_partitioned, hooks=hooks,
-                         optimizer=optimizer if bucket.spec.is_trainable else None, checks_reads=checks_reads, number=number)
-        settle(home)
+        updater = optimizer if bucket.spec.is_trainable else None
+        settle(ParamHome(bucket, index, coordinator, is_partitioned=is_partitioned, hooks=hooks, optimizer=updater,
+                         checks_reads=checks_reads, number=number))
     if is_partitioned:
         for bucket in buckets:
             bucket.watchers.append(show_status)
@@ -173,8 +174,8 @@ def settle(home: ParamHome) -> None:
         setattr(parameter, name, getattr(methods, name))
 
 
-_ATTRIBUTES = ("ds_home", "__reduce_ex__", "__deepcopy__", "ds_id", "ds_shape", "ds_numel", "ds_numel_aligned", "ds_tensor",
-               "ds_status", "ds_param_type", "ds_persist", "ds_process_group", "ds_zero_partition_rank",
+_ATTRIBUTES = ("ds_home", "__reduce_ex__", "__deepcopy__", "ds_id", "ds_shape", "ds_numel", "ds_numel_aligned",
+               "ds_tensor", "ds_status", "ds_param_type", "ds_persist", "ds_process_group", "ds_zero_partition_rank",
                "ds_zero_partition_world_size", "ds_active_sub_modules", "is_external_param", "nvme_swapper",
                "ds_secondary_tensor", "_z3_optimizer", *PartitionedParam.METHODS)
 
@@ -230,8 +231,8 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     Raises: UsageError (a RuntimeError) for anything but an nn.Parameter.
     """
     if not isinstance(parameter, nn.Parameter):
-        raise UsageError(f"register_external_parameter needs an nn.Parameter, got {type(parameter).__name__}. Pass the module's "
-                         "parameter itself, not a tensor computed from it.")
+        raise UsageError(f"register_external_parameter needs an nn.Parameter, got {type(parameter).__name__}. Pass the "
+                         "module's parameter itself, not a tensor computed from it.")
     home = home_of(parameter)
     registered = module.__dict__.setdefault("_external_params", {})
     if any(known is parameter for known in registered.values()):

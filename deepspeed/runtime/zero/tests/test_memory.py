@@ -1,0 +1,80 @@
+"""Every stage keeps the bytes that its formula says, and no more: measured over all storages that live in the process."""
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from tests.support.pool import distributed
+
+BLOCKS, WIDTH = 16, 67
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.square().mean()
+
+
+def living_bytes() -> int:
+    """Return the bytes of all distinct tensor storages that Python can reach."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor) and not thing.is_meta:
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+@distributed([2, 4])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bytes_per_rank(stage: int, dtype: str, world_size: int) -> None:
+    before = living_bytes()
+    model = Stack()
+    numel = sum(p.numel() for p in model.parameters())
+    engine = deepspeed.initialize(model=model, config={
+        "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": dtype == "bf16"}, "steps_per_print": None,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1, "stage3_param_persistence_threshold": 0}})[0]
+    inputs = torch.ones(1, WIDTH, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
+    for _ in range(3):
+        engine.backward(engine(inputs))
+        engine.step()
+    kept = living_bytes() - before - inputs.untyped_storage().nbytes()
+    shared = world_size if stage else 1
+    low = 2 if dtype == "bf16" else 4
+    master = 4 if dtype == "bf16" else 0  # fp32 parameters are their own masters
+    parameters = low * numel / (shared if stage == 3 else 1)
+    gradients = low * numel / (shared if stage >= 2 else 1)
+    optimizer = (master + 8) * numel / shared
+    block = low * numel / BLOCKS
+    in_turn = (3 * block if stage == 3 else 0) + (3 * block if stage >= 2 else 0)  # slots; staging
+    expected = parameters + gradients + optimizer + in_turn
+    # alignment pads each of the buckets by up to 8 elements per parameter and 8 per rank
+    slack = BLOCKS * (2 * 8 + 8 * world_size) * 16 + 0.02 * expected
+    assert kept <= expected + slack, f"{kept} bytes are kept, the formula says {expected:.0f}"
+    assert kept >= 0.85 * expected - 3 * block, f"{kept} bytes cannot hold what the formula says, {expected:.0f}"
+
+
+@distributed(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_steady_state_allocates_nothing(stage: int) -> None:
+    engine = deepspeed.initialize(model=Stack(), config={
+        "train_micro_batch_size_per_gpu": 1, "steps_per_print": None, "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1, "stage3_param_persistence_threshold": 0}})[0]
+    seen = []
+    for _ in range(6):
+        engine.backward(engine(torch.ones(1, WIDTH)))
+        engine.step()
+        seen.append(living_bytes())
+    assert seen[3] == seen[4] == seen[5]
