@@ -47,6 +47,7 @@ class Scope:
     name: str
     buckets: list[ParamBucket] = field(default_factory=list)
     backward_uses: int = 0  # forwards of this scope whose backward is running
+    owners: list[nn.Module] | None = None  # modules inside that hold sharded parameters (see ZeroHooks)
 
     @property
     def is_sharded(self) -> bool:

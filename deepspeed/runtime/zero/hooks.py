@@ -3,8 +3,9 @@
 Note [Reads of parameters]: `module.weight`, `module.parameters()` and `module.state_dict()` all go through the dict
 `module._parameters`. While a module's bucket is not FULL, that dict is replaced by a `WatchedParameters`, which completes
 the gather that follows an update (stages 1 and 2: every read shows the new values), or, inside a forward, gathers a sharded
-parameter for the module that reads it (a tied weight used through another module). Outside a forward, a sharded parameter
-is handed out as it is, a placeholder. While everything is FULL the plain dict is back and a read costs nothing.
+parameter for the module that reads it (a tied weight used through another module), also where it happens to be gathered
+still: its backward will need it again. Outside a forward, a sharded parameter is handed out as it is, a placeholder. While
+everything is FULL and the module's own scope runs, the plain dict is back and a read costs nothing.
 """
 from __future__ import annotations
 
@@ -71,6 +72,8 @@ class ZeroHooks:
         self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.params}
         self._plain: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
         self._owners: dict[ParamBucket, list[nn.Module]] = {}
+        self._buckets_of: dict[nn.Module, set[ParamBucket]] = {}
+        self._active: dict[nn.Module, int] = {}  # running forwards of scopes that contain the module
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._running: list[tuple[Scope, _InputGrads | None]] = []  # forwards of hooked modules, outermost first
         self._is_installed = False
@@ -118,6 +121,7 @@ class ZeroHooks:
             bucket = self._bucket_of.get(parameter)
             if bucket is not None and bucket not in scope.buckets:
                 scope.buckets.append(bucket)
+                scope.owners = None
 
     def remove(self) -> None:
         """Take out every hook and give the modules their plain parameter dicts back."""
@@ -141,25 +145,46 @@ class ZeroHooks:
         buckets = {self._bucket_of[parameter] for parameter in plain.values() if parameter in self._bucket_of}
         if buckets:
             self._plain[module] = plain
+            self._buckets_of[module] = buckets
+            self._active[module] = 0
             for bucket in buckets:
                 self._owners.setdefault(bucket, []).append(module)
 
     def _show_or_watch(self, bucket: ParamBucket) -> None:
         """Called when the bucket becomes FULL or stops being it."""
         for module in self._owners.get(bucket, ()):
-            plain = self._plain[module]
-            if all(self._bucket_of[p].is_full for p in plain.values() if p in self._bucket_of):
-                module.__dict__["_parameters"] = plain
-            elif module.__dict__["_parameters"] is plain:
-                module.__dict__["_parameters"] = WatchedParameters(plain, self._on_read, self._coordinator.finish_pending)
+            self._refresh(module)
+
+    def _refresh(self, module: nn.Module) -> None:
+        """Give the module its plain dict while every read through it is sure to be right, else the watched one."""
+        plain, buckets = self._plain[module], self._buckets_of[module]
+        is_safe = all(bucket.is_full and (not bucket.is_sharded or self._active[module]) for bucket in buckets)
+        if is_safe:
+            module.__dict__["_parameters"] = plain
+        elif module.__dict__["_parameters"] is plain:
+            module.__dict__["_parameters"] = WatchedParameters(plain, self._on_read, self._coordinator.finish_pending)
+
+    def _activate(self, scope: Scope, change: int) -> None:
+        """The scope's forward begins (+1) or is over (-1)."""
+        for module in self._owners_in(scope):
+            self._active[module] += change
+            self._refresh(module)
+
+    def _owners_in(self, scope: Scope) -> list[nn.Module]:
+        """Return the modules inside the scope that hold parameters of its sharded buckets."""
+        if scope.owners is None:
+            scope.owners = [module for module in scope.module.modules() if module in self._plain
+                            and any(bucket.is_sharded and bucket in scope.buckets for bucket in self._buckets_of[module])]
+        return scope.owners
 
     def _on_read(self, parameter: nn.Parameter) -> None:
         bucket = self._bucket_of.get(parameter)
-        if bucket is None or bucket.is_full:
+        scope = self._coordinator.current_scope
+        if bucket is None:
             return
         if not bucket.is_sharded:
             bucket.finish_gather()
-        elif self._coordinator.current_scope is not None:
+        elif scope is not None and (bucket not in scope.buckets or not bucket.is_full):
             self._coordinator.use_outside_scope(bucket)
 
     def start_backward(self) -> None:
@@ -168,7 +193,7 @@ class ZeroHooks:
 
     def end_backward(self) -> None:
         """The whole backward is over (told by the reducer)."""
-        self._running.clear()  # a recomputation that stopped early never left its forward
+        self._forget_running()  # a recomputation that stopped early never left its forward
         self._coordinator.end_backward()
 
     # ---- events ------------------------------------------------------------------------------------------------------
@@ -178,13 +203,14 @@ class ZeroHooks:
         if not in_backward and self._reducer.in_backward:
             self._reducer.abort()  # the last backward was left by an exception
         if not in_backward and (scope.module is self._root or not self._running):
-            self._running.clear()  # an exception may have left an earlier forward
+            self._forget_running()  # an exception may have left an earlier forward
             self._coordinator.start_forward(torch.is_grad_enabled() and self._root.training)
         watch = None
         if torch.is_grad_enabled() and scope.is_sharded and not self._coordinator.is_recomputing(scope):
             watch = _InputGrads(self._coordinator, scope)
         self._running.append((scope, watch))
         self._coordinator.enter(scope)
+        self._activate(scope, 1)
         return None if watch is None else tree_map(watch.track, (args, kwargs))
 
     def _leave(self, scope: Scope, output: Any) -> None:
@@ -196,11 +222,16 @@ class ZeroHooks:
         if not self._running and torch._C._current_graph_task_id() == -1:
             self._coordinator.end_forward()
 
+    def _forget_running(self) -> None:
+        while self._running:
+            self._activate(self._running.pop()[0], -1)
+
     def _pop(self, scope: Scope) -> _InputGrads | None:
         """Take the running forward of `scope` off, with those inside it that an exception left."""
         if any(running is scope for running, _ in self._running):
             while True:
                 running, watch = self._running.pop()
+                self._activate(running, -1)
                 if running is scope:
                     return watch
         return None
