@@ -57,7 +57,7 @@ $(STAMPS)/torch: $(STAMPS)/python constraints.txt
 	@touch $@
 
 $(STAMPS)/package: $(STAMPS)/torch $(REQUIREMENTS)
-	$(PIP) install -e .
+	$(PIP) install -e '.[plots]'
 	@touch $@
 
 $(STAMPS)/test: $(STAMPS)/torch $(REQUIREMENTS)

@@ -9,6 +9,7 @@ different parameters. Nothing of this costs anything while ranks agree with the 
 from __future__ import annotations
 
 import json
+import os
 import time
 from datetime import timedelta
 
@@ -22,23 +23,32 @@ AGREE_POLL_SECONDS = 0.5
 
 
 class RankConsistency:
-    """Watches one group of ranks. Build one per engine, on every rank in the same order."""
+    """Watches one group of ranks. Build one per engine, on every rank in the same order.
 
-    def __init__(self, group: Group, timeout: timedelta = timedelta(minutes=30)):
+    timeout: how long a rank waits at most; by default the environment's DEEPSPEED_TIMEOUT in minutes, or ten.
+    """
+
+    def __init__(self, group: Group, timeout: timedelta | None = None):
         self.group = group
+        timeout = timeout or timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", 10)))
         self._timeout_seconds = timeout.total_seconds()
         self._store = None
         self._agreements = 0
+        self._blocks_host = True
         if group.size > 1:
             store = dist.PrefixStore(f"deepspeed/consistency/{group.name}/{group.ranks[0]}",
                                      dist.distributed_c10d._get_default_store())
             # the number lives in the store, so that it starts anew with every process group
             number = store.add(f"instances of rank {group.rank}", 1)
             self._store = dist.PrefixStore(str(number), store)
+            self._blocks_host = dist.get_backend(group.process_group) != "nccl"
 
     def wait(self, work: dist.Work, label: str) -> None:
-        """Wait for `work`; raise CommError when the ranks turn out to wait for different things."""
-        if self._store is None or work.is_completed():
+        """Wait for `work`; raise CommError when the ranks turn out to wait for different things.
+
+        With NCCL the current stream waits, not the host, and there is nothing to watch here.
+        """
+        if self._store is None or not self._blocks_host or work.is_completed():
             work.wait()
             return
         deadline = time.monotonic() + self._timeout_seconds
@@ -133,10 +143,10 @@ class RankConsistency:
         wants = {rank: self._read(f"want/{number}/{rank}") for rank in self.group.ranks}
         wants = {rank: want for rank, want in wants.items() if want is not None}
         if len(set(wants.values())) > 1:
-            self._fail("the ranks run different modules: "
+            self._fail("the ranks do different things: "
                        + "; ".join(f"rank {rank} wants {want}" for rank, want in sorted(wants.items()))
-                       + ". Every rank must run the same modules in the same order; mark modules whose children differ per "
-                         "rank (experts) with deepspeed.utils.set_z3_leaf_modules.")
+                       + ". Give every rank the same model and configuration, and run the same modules in the same order; mark "
+                         "modules whose children differ per rank (experts) with deepspeed.utils.set_z3_leaf_modules.")
 
     def _fail(self, text: str) -> None:
         self._store.set("error", text)

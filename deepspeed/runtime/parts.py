@@ -1,6 +1,7 @@
 """From a plan to the parts of one engine: buckets, wires, reducer, coordinator, hooks, optimizer. The only constructor of them."""
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -51,7 +52,9 @@ def build_parts(plan: Plan, topology: Topology, model: nn.Module, inner: torch.o
     specs = plan_buckets(
         model, group_of, is_sharded=plan.shards_parameters, persistence_threshold=plan.persistence_threshold,
         model_persistence_numel=plan.model_persistence_numel, min_bucket_numel=plan.min_bucket_numel,
-        max_bucket_numel=plan.max_bucket_numel, granularity_threshold=plan.granularity_threshold)
+        max_bucket_numel=plan.max_bucket_numel, granularity_threshold=plan.granularity_threshold,
+        family_labels=plan.family_labels(model))
+    consistency.agree(_summary(plan, specs))
     buckets = _build_buckets(plan, topology, model, specs, consistency)
     scaler = plan.make_scaler()
     trainable = [bucket for bucket in buckets if bucket.spec.is_trainable]
@@ -69,11 +72,20 @@ def build_parts(plan: Plan, topology: Topology, model: nn.Module, inner: torch.o
             is_elementwise=is_elementwise(inner))
         optimizer = make(
             inner, trainable, reducer, scaler, consistency, topology.model_parallel, clip=plan.clip,
-            needs_norm=plan.needs_norm, is_elementwise=is_elementwise(inner))
+            needs_norm=plan.needs_norm, is_elementwise=is_elementwise(inner), update_numel=plan.update_numel)
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         optimizer.parameter_offload = DeepSpeedZeRoOffload(model, hooks, coordinator)
     install_views(model, buckets, optimizer, coordinator, hooks, is_partitioned=plan.shards_parameters)
     return Parts(buckets, reducer, coordinator, hooks, scaler, optimizer, consistency)
+
+
+def _summary(plan: Plan, specs: Sequence[BucketSpec]) -> str:
+    """Return a line that is equal on ranks that can train together."""
+    shapes = [(spec.name, str(p.dtype), tuple(p.shape), group) for spec in specs for p, group in zip(spec.params, spec.group_ids)]
+    digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
+    numel = sum(parameter.numel() for spec in specs for parameter in spec.params)
+    return (f"to train {numel} elements in {len(specs)} buckets (digest {digest}) at ZeRO stage {plan.stage} with "
+            f"{plan.gradient_accumulation_steps} accumulation steps")
 
 
 def _group_of(model: nn.Module, inner: torch.optim.Optimizer | None) -> dict[nn.Parameter, int]:
@@ -108,7 +120,7 @@ def _build_buckets(plan: Plan, topology: Topology, model: nn.Module, specs: Sequ
     for spec in specs:
         with gather_for_adoption(spec.params):
             bucket = ParamBucket(spec, tuple(names[p] for p in spec.params), pair, wire,
-                                 plan.bucket_dtypes(spec.params[0].dtype), plan.residency(spec.is_sharded), staging)
+                                 plan.bucket_dtypes(spec.params[0].dtype, spec.label), plan.residency(spec.is_sharded), staging)
             if node_wire is not None and bucket.is_sharded:
                 bucket.node_shard = NodeShard(node_wire, bucket.full_numel, bucket.dtypes.param, bucket.device)
             bucket.adopt(lambda full: _broadcast(full, topology))

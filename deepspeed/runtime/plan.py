@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.topology import Topology
@@ -16,13 +17,18 @@ from deepspeed.errors import PlanError
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase, create_loss_scaler
 from deepspeed.runtime.policies import BucketDtypes, FetchLimits, Residency
+from deepspeed.utils.z3_leaf_module import is_instance_of
 
 # Buckets smaller than this are merged: below a few megabytes a collective costs its latency, not its bytes.
 MIN_BUCKET_NUMEL = 2 ** 22
 PREFETCH_DEPTH = 1
+# Elements updated at a time: their gradients' fp32 copies are 1 GiB, and a turn costs the host about a tenth of a millisecond.
+UPDATE_NUMEL = 2 ** 28
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
           "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+AUTOCAST_LABEL = "autocast"
 
 # Keys that are accepted and change nothing here, with the reason; `ds_config show` prints it.
 KEYS_WITHOUT_EFFECT = {
@@ -31,7 +37,6 @@ KEYS_WITHOUT_EFFECT = {
     "zero_optimization.round_robin_gradients": "every rank owns an equal chunk of every bucket, so all ranks copy in parallel",
     "zero_optimization.use_multi_rank_bucket_allreduce": "every bucket belongs to all ranks in equal chunks",
     "zero_optimization.memory_efficient_linear": "a released parameter keeps no full weight in any module, Linear or not",
-    "zero_optimization.sub_group_size": "the update runs over flat pieces, one per bucket and parameter group",
     "zero_optimization.grad_hooks": "stage 1 reduces while the last backward of a window runs",
     "zero_optimization.parameter_alignment": "every parameter starts at 16 bytes or more in its bucket",
     "zero_optimization.save_muon_momentum_buffer_in_memory": "belongs to Muon with NVMe offload",
@@ -62,6 +67,7 @@ class Plan:
     reduce_dtype: torch.dtype | None
     autocast_dtype: torch.dtype | None
     autocast_enabled: bool
+    autocast_classes: tuple[str, ...]
     casts_inputs: bool
     buffer_dtype: torch.dtype | None
     gradient_accumulation_steps: int
@@ -74,6 +80,7 @@ class Plan:
     overlaps: bool
     refuses_unused: bool
     needs_norm: bool
+    update_numel: int
     min_bucket_numel: int
     max_bucket_numel: int | None
     persistence_threshold: int
@@ -90,15 +97,24 @@ class Plan:
         """Return what a rank keeps whole of a bucket; persistent buckets of stage 3 keep their parameters."""
         return Residency(parameters=not is_sharded, gradients=self.stage < 2)
 
-    def bucket_dtypes(self, param: torch.dtype) -> BucketDtypes:
-        """Return the dtypes of a bucket of parameters of dtype `param`."""
+    def bucket_dtypes(self, param: torch.dtype, label: str = "") -> BucketDtypes:
+        """Return the dtypes of a bucket of parameters of dtype `param` and family `label`."""
         is_low = param in (torch.float16, torch.bfloat16)
         if self.accumulate_dtype is not None:
             accumulate = self.accumulate_dtype
         else:
             # more than one 16-bit gradient summed in 16 bits loses what is small against the sum
             accumulate = torch.float32 if is_low and self.gradient_accumulation_steps > 1 else param
-        return BucketDtypes(param, accumulate, self.reduce_dtype or accumulate, torch.float32 if is_low else param)
+        reduce = self.reduce_dtype or (self.autocast_dtype if label == AUTOCAST_LABEL else None) or accumulate
+        return BucketDtypes(param, accumulate, reduce, torch.float32 if is_low else param)
+
+    def family_labels(self, model: nn.Module) -> dict[nn.Parameter, str]:
+        """Return the families of parameters that get buckets of their own: those whose gradients autocast computes in its
+        dtype, so that they are reduced in it."""
+        if not self.autocast_enabled or self.autocast_dtype is None or self.reduce_dtype is not None:
+            return {}
+        modules = [module for module in model.modules() if is_instance_of(module, self.autocast_classes)]
+        return {parameter: AUTOCAST_LABEL for module in modules for parameter in module.parameters(recurse=False)}
 
     def describe(self) -> list[tuple[str, str]]:
         """Return (decision, value) rows: the precision policy and the sharding, for the table that is logged at start."""
@@ -137,6 +153,7 @@ def make_plan(config: DeepSpeedConfig, topology: Topology) -> Plan:
         reduce_dtype=_dtype(config.communication_data_type),
         autocast_dtype=_dtype(config.torch_autocast.dtype),
         autocast_enabled=config.torch_autocast.enabled,
+        autocast_classes=tuple(config.torch_autocast.lower_precision_safe_modules),
         casts_inputs=config.fp16.enabled and config.fp16.auto_cast,
         buffer_dtype=_dtype(config.data_types.buffer_dtype),
         gradient_accumulation_steps=config.gradient_accumulation_steps,
@@ -149,6 +166,7 @@ def make_plan(config: DeepSpeedConfig, topology: Topology) -> Plan:
         overlaps=not (config.is_set("zero_optimization.overlap_comm") and zero.overlap_comm is False),
         refuses_unused=not zero.ignore_unused_parameters,
         needs_norm=zero.compute_grad_norm or config.gradient_clipping > 0 or fp16.enabled or check_overflow,
+        update_numel=min(zero.sub_group_size, UPDATE_NUMEL),
         min_bucket_numel=min_numel,
         max_bucket_numel=zero.reduce_bucket_size if config.is_set("zero_optimization.reduce_bucket_size") else None,
         persistence_threshold=zero.stage3_param_persistence_threshold if stage == 3 else 0,

@@ -26,6 +26,8 @@ def configure_logging(config: DeepSpeedConfig) -> None:
 
 def announce_plan(engine: DeepSpeedEngine) -> None:
     """Log the precision policy and the sharding once, as a table on rank 0, and every attribute with `dump_state`."""
+    if engine.global_rank != 0:
+        return
     rows = engine.plan.describe()
     width = max(len(name) for name, _ in rows)
     write_report("training plan\n" + "\n".join(f"  {name.ljust(width)}  {value}" for name, value in rows))
@@ -36,7 +38,8 @@ def announce_plan(engine: DeepSpeedEngine) -> None:
 
 def print_step(engine: DeepSpeedEngine) -> None:
     """Print the progress line of the step that is being finished, on rank 0."""
-    write_report(f"step={engine.global_steps + 1}, skipped={engine.skipped_steps}, lr={engine.get_lr()}, mom={engine.get_mom()}")
+    if engine.global_rank == 0:
+        write_report(f"step={engine.global_steps + 1}, skipped={engine.skipped_steps}, lr={engine.get_lr()}, mom={engine.get_mom()}")
 
 
 def log_timers(engine: DeepSpeedEngine, is_boundary: bool) -> None:

@@ -18,8 +18,8 @@ class GPTConfig:
     """Sizes of the model. context: bytes that one prediction may look back on."""
 
     layers: int = 4
-    heads: int = 3
-    width: int = 192
+    heads: int = 2
+    width: int = 128
     context: int = 128
 
 

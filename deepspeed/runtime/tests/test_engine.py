@@ -400,3 +400,158 @@ def test_schedule_and_training_data() -> None:
     assert len(rates) == len(loader) == 3
     assert rates == [(0.0, 0.0), (0.0025, 0.00125), (0.005, 0.0025)] or rates[0] < rates[1] < rates[2]
     assert scheduler.get_last_lr() == engine.get_lr() == [group["lr"] for group in optimizer.param_groups]
+
+
+class Megatron:
+    """Group getters of a job with tensor parallel size 2: ranks (0, 1) and (2, 3) share a copy of the model."""
+
+    def __init__(self) -> None:
+        rank = torch.distributed.get_rank()
+        model = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+        data = [torch.distributed.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+        self.model_rank, self.data_rank = rank % 2, rank // 2
+        self.model_group, self.data_group = model[self.data_rank], data[self.model_rank]
+
+    def get_model_parallel_group(self): return self.model_group  # noqa: E704
+    def get_model_parallel_rank(self): return self.model_rank  # noqa: E704
+    def get_model_parallel_world_size(self): return 2  # noqa: E704
+    def get_data_parallel_group(self): return self.data_group  # noqa: E704
+    def get_data_parallel_rank(self): return self.data_rank  # noqa: E704
+    def get_data_parallel_world_size(self): return 2  # noqa: E704
+
+
+@distributed(4)
+@STAGES
+def test_model_parallel_object(stage: int) -> None:
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own, self.common = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+            self.own.model_parallel = True
+
+        def forward(self, own: float, common: float) -> torch.Tensor:
+            return (self.own * own + self.common * common).sum()
+
+    mpu, model = Megatron(), Split()
+    engine = deepspeed.initialize(model=model, mpu=mpu, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), config={
+        "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1, "stage3_param_persistence_threshold": 0}})[0]
+    assert (engine.dp_world_size, engine.mp_world_size, engine.train_batch_size()) == (2, 2, 2)
+    # tensor-parallel rank m sees gradient 3 * (m + 1) of its own part (mean over data ranks), and 4 of the common one
+    engine.backward(engine(3.0 * (mpu.model_rank + 1) + (1 if mpu.data_rank else -1), 4.0))
+    engine.step()
+    assert float(engine.get_global_grad_norm()) == pytest.approx((3 ** 2 + 6 ** 2 + 4 ** 2) ** 0.5, rel=1e-6)
+    with engine.gathered():
+        assert model.own.item() == 1 - 3 * (mpu.model_rank + 1) and model.common.item() == -3
+
+
+@distributed(4)
+@STAGES
+def test_mesh_of_data_and_sequence_ranks(stage: int) -> None:
+    model = One()
+    engine = deepspeed.initialize(model=model, mesh_param=(2, 2), optimizer=torch.optim.SGD(model.parameters(), lr=0.125), config={
+        "train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}})[0]
+    assert engine.train_batch_size() == 6 and engine.seq_dp_world_size == 4
+    engine.backward(engine(x(1 + engine.global_rank)).sum())
+    engine.step()
+    assert weight(engine) == 1 - 0.125 * 2.5
+
+
+@distributed(2)
+def test_ranks_with_different_models_or_settings() -> None:
+    rank = torch.distributed.get_rank()
+    with pytest.raises(CommError, match="rank 0.*rank 1"):
+        start(nn.Linear(3 + rank, 2), 2)
+    with pytest.raises(CommError, match="stage 1.*stage 2"):
+        start(One(), 1 + rank)
+
+
+@distributed(2)
+@STAGES
+@pytest.mark.parametrize("wire", [None, "fp32"])
+def test_autocast_trains_like_torch(stage: int, wire: str | None) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 9), nn.LayerNorm(9), nn.Linear(9, 3))
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.125)
+    engine = start(model, stage, torch_autocast={"enabled": True, "dtype": "bfloat16"}, communication_data_type=wire)
+    for step in range(3):
+        data = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        for part in data:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = plain(part).float().square().mean()
+            (loss / 2).backward()
+        optimizer.step()
+        output = engine(data[engine.global_rank])
+        assert output.dtype == torch.bfloat16
+        engine.backward(output.float().square().mean())
+        engine.step()
+    with engine.gathered():
+        for ours, theirs in zip(model.parameters(), plain.parameters()):
+            assert ours.dtype == torch.float32
+            assert torch.allclose(ours, theirs, atol=1e-6 if wire else 3e-3)
+
+
+@distributed(1)
+@STAGES
+def test_inputs_cast_to_fp16(stage: int) -> None:
+    engine = start(One(), stage, fp16={"enabled": True, "auto_cast": True, "loss_scale": 4})
+    assert engine(x(2)).dtype == torch.float16
+    engine.backward(engine(x(2)).sum())
+    engine.step()
+    assert weight(engine) == 0.75
+
+
+@distributed(1)
+def test_engine_does_not_read_the_loss_back() -> None:  # C24
+    class Counting(torch.Tensor):
+        reads = 0
+
+        def item(self):
+            Counting.reads += 1
+            return super().item()
+
+    engine = start(One(), 1, tensorboard={"enabled": False}, csv_monitor={"enabled": False})
+    for _ in range(2):
+        loss = engine(x(1)).sum().as_subclass(Counting)
+        engine.backward(loss)
+        engine.step()
+    assert Counting.reads == 0 and not engine._config.monitor_config.enabled
+
+
+@distributed(2)
+@STAGES
+@pytest.mark.parametrize("kind", ["callable", "LambdaLR", "StepLR"])
+def test_torch_schedulers(stage: int, kind: str) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage},
+              "optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}
+    client = None
+    if kind == "callable":
+        client = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))  # noqa: E731
+    else:
+        config["scheduler"] = {"type": kind, "params": {"step_size": 1, "gamma": 0.5} if kind == "StepLR" else {}}
+    if kind == "LambdaLR":
+        with pytest.raises(TypeError, match="lr_lambda"):
+            deepspeed.initialize(model=One(), config=config)
+        return
+    engine = deepspeed.initialize(model=One(), lr_scheduler=client, config=config)[0]
+    rates = []
+    for _ in range(3):
+        rates.append(engine.get_lr()[0])
+        engine.backward(engine(x(1)).sum())
+        engine.step()
+    assert rates == ([0.5, 0.25, 0.125] if kind == "StepLR" else [0.5, 0.25, pytest.approx(0.5 / 3)])
+
+
+@distributed(2)
+@STAGES
+def test_an_engine_may_follow_another_on_the_same_model(stage: int) -> None:
+    model = One()
+    for expected in (0.875, 0.75):
+        engine = start(model, stage)
+        engine.backward(engine(x(1)).sum())
+        engine.step()
+        assert weight(engine) == expected
+        engine.destroy()

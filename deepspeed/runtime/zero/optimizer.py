@@ -49,13 +49,14 @@ class Fragment:
 class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
     """A torch optimizer over shards. `step()` reduces what is not reduced, clips, updates and publishes.
 
-    buckets: the trainable ones. clip: largest global gradient norm, 0 for no clipping. needs_norm: false skips the norm;
+    buckets: the trainable ones. clip: largest global gradient norm, 0 for no clipping. update_numel: shard elements updated at a time, by an elementwise
+    optimizer. needs_norm: false skips the norm;
     then neither clipping nor the loss scaler may need it.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, buckets: Sequence[ParamBucket], reducer: GradientReducer,
                  scaler: LossScalerBase, consistency: RankConsistency, model_parallel: Group, *, clip: float,
-                 needs_norm: bool, is_elementwise: bool):
+                 needs_norm: bool, is_elementwise: bool, update_numel: int):
         super().__init__(inner)
         self.buckets = list(buckets)
         self.loss_scaler, self.clip_grad = scaler, clip
@@ -69,6 +70,8 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
         self._location = {parameter: (bucket, index) for bucket in self.buckets
                           for index, parameter in enumerate(bucket.params)}
         self._hand_over()
+        # an elementwise optimizer keeps all its state per piece, so it may step some pieces at a time
+        self._turns = _split(self.buckets, update_numel) if is_elementwise else [self.buckets]
 
     # ---- the update --------------------------------------------------------------------------------------------------
 
@@ -92,11 +95,24 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
         if norm is not None and not self.loss_scaler.accepts(norm):
             self.overflow = True
             return
-        self._load_gradients(factor)
-        self.optimizer.step()
-        for piece in self._pieces:
+        for buckets in self._turns:
+            self._step_buckets(buckets, factor)
+
+    def _step_buckets(self, buckets: Sequence[ParamBucket], factor: torch.Tensor | float) -> None:
+        """Update and publish some buckets: the others' gradients need no fp32 copy meanwhile, and their gathers wait."""
+        self._load_gradients(buckets, factor)
+        pieces = [piece for bucket in buckets for piece in self._pieces_of[bucket]]
+        groups = [group["params"] for group in self.param_groups]
+        for group_id, group in enumerate(self.param_groups):
+            group["params"] = [piece.tensor for piece in pieces if piece.group_id == group_id]
+        try:
+            self.optimizer.step()
+        finally:
+            for group, params in zip(self.param_groups, groups):
+                group["params"] = params
+        for piece in pieces:
             piece.tensor.grad = None
-        self.publish()
+        self.publish(buckets)
 
     def grad_norm(self) -> torch.Tensor:
         """Return the global norm of the scaled gradients (0-d) and remember the unscaled one. Collective."""
@@ -121,8 +137,8 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
         coefficient = self.clip_grad / (norm * inverse_scale + 1e-6)
         return coefficient.clamp(max=1.0) * inverse_scale
 
-    def _load_gradients(self, factor: torch.Tensor | float) -> None:
-        for bucket in self.buckets:
+    def _load_gradients(self, buckets: Sequence[ParamBucket], factor: torch.Tensor | float) -> None:
+        for bucket in buckets:
             grad, dtype = bucket.grad_shard, bucket.dtypes.master
             if grad.dtype != dtype:
                 grad = grad.to(dtype)
@@ -131,12 +147,12 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
             for piece in self._pieces_of[bucket]:
                 piece.tensor.grad = grad[piece.start:piece.stop].view(piece.tensor.shape)
 
-    def publish(self) -> None:
+    def publish(self, buckets: Sequence[ParamBucket] | None = None) -> None:
         """Show the masters to the parameters: cast into the shards and, where parameters are kept whole, launch gathers.
 
         The gathers overlap what follows; the next forward, or any read through the module, waits for its bucket.
         """
-        for bucket in self.buckets:
+        for bucket in self.buckets if buckets is None else buckets:
             master = self._masters[bucket]
             if master is not bucket.shard:
                 bucket.shard.copy_(master)
@@ -315,6 +331,19 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
                 state = _cut_state(piece, old_state)
                 if state:
                     self.optimizer.state[piece.tensor] = state
+
+
+def _split(buckets: Sequence[ParamBucket], numel: int) -> list[list[ParamBucket]]:
+    """Return runs of buckets whose shards have about `numel` elements together."""
+    runs: list[list[ParamBucket]] = []
+    room = 0
+    for bucket in buckets:
+        if bucket.shard_numel > room or not runs:
+            runs.append([])
+            room = numel
+        runs[-1].append(bucket)
+        room -= bucket.shard_numel
+    return runs
 
 
 def _cut_slice(flat: torch.Tensor, held: ParamSlice | None) -> torch.Tensor:

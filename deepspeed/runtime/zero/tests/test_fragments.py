@@ -107,6 +107,30 @@ def test_setting_full_state(world_size: int, stage: int, precision: str) -> None
     assert torch.equal(shown, safe_get_full_fp32_param(weight).to(shown.dtype))
 
 
+@distributed(3)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_new_fp32_master_shows_on_all_ranks_at_once(stage: int) -> None:
+    engine = engine_of(stage)
+    train(engine)
+    value = torch.arange(49.0).view(7, 7)
+    safe_set_full_fp32_param(engine.module.twice.weight, value)
+    assert torch.equal(weights(engine)["twice.weight"], value)
+
+
+@distributed(4)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_without_elements_take_part(stage: int) -> None:
+    engine = engine_of(stage, model=nn.Linear(1, 1, bias=False), make=adamw)
+    engine.backward(engine(torch.ones(1, 1)).sum())
+    engine.step()
+    weight = engine.module.weight
+    torch.testing.assert_close(safe_get_full_optimizer_state(weight, "exp_avg"), torch.full((1, 1), 0.1))
+    safe_set_full_optimizer_state(weight, torch.ones(1, 1), "exp_avg")
+    assert safe_get_full_optimizer_state(weight, "exp_avg").item() == 1.0
+    with pytest.raises(KeyError, match="nonsense"):
+        safe_get_full_optimizer_state(weight, "nonsense")
+
+
 @distributed([1, 3])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_local_pieces(world_size: int, precision: str) -> None:

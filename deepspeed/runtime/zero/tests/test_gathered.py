@@ -9,7 +9,7 @@ import deepspeed
 from deepspeed.errors import UsageError
 from deepspeed.runtime.zero.consolidate import consolidated_state_dict, iter_full_parameters
 from deepspeed.runtime.zero.gathered import GatheredParameters, unwrap_model_for_generation
-from deepspeed.runtime.zero.tests.api_support import adamw, engine_of, train, weights
+from deepspeed.runtime.zero.tests.api_support import adamw, config_of, engine_of, train, weights
 from tests.support.models import AwkwardModel, batches
 from tests.support.pool import distributed
 
@@ -174,14 +174,22 @@ def test_below_stage_3_reading_is_free(stage: int) -> None:
 
 @distributed([2, 4])
 def test_mics_groups_get_the_modification(world_size: int) -> None:
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "mics_shard_size": 2}
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True, "zero_optimization": zero}
-    engine = engine_of(3, model=TwoWeights(), config=config)
+    engine = engine_of(3, model=TwoWeights(), config=config_of(3, mics_shard_size=2))
     weight = engine.module.first.weight
     for source in range(world_size):
         with GatheredParameters(weight, modifier_rank=source):
             weight.data.fill_(10.0 + deepspeed.comm.get_rank())
         assert (weights(engine)["first.weight"] == 10.0 + source).all()
+
+
+@distributed(4)
+def test_the_second_shard_of_a_node_follows() -> None:
+    engine = engine_of(3, model=TwoWeights(), config=config_of(3, zero_hpz_partition_size=2))
+    weights(engine)  # fills the second shards
+    weight = engine.module.first.weight
+    with GatheredParameters(weight, modifier_rank=0):
+        weight.data.fill_(4.0)
+    assert (weights(engine)["first.weight"] == 4.0).all()
 
 
 @distributed(2)

@@ -183,6 +183,22 @@ def test_clients_replace_the_constructor_wrapper() -> None:
         partition_parameters.zero_wrapper_for_fp_tensor_constructor = original
 
 
+class OnesLinear(nn.Linear):
+    """Changes its inherited parameters when the inherited constructor is through."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        nn.init.constant_(self.weight[0], 2.0)
+
+
+@distributed(2)
+def test_a_constructor_sees_inherited_parameters_whole() -> None:
+    with FP32():
+        model = OnesLinear()
+    full = _full(model)["weight"]
+    assert (full[0] == 2.0).all() and (full[1:] != 2.0).all()
+
+
 class Failing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
