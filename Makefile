@@ -3,7 +3,7 @@
 # They work in the virtual environment .venv, made when first needed from PYTHON. A torch that PYTHON already has is used
 # as it is; otherwise the version in constraints.txt is installed, first and by itself, so that nothing ever pulls in
 # another, larger build. On a machine whose default index serves CUDA builds, ask for the CPU build with
-#     make quickstart TORCH_INDEX=https://download.pytorch.org/whl/cpu
+#     make quickstart TORCH_INDEX=<URL of PyTorch's index of CPU builds>
 # USE_SYSTEM_PYTHON=1 installs into PYTHON itself instead of a virtual environment.
 # PYTEST_ARGS="-k pool -x" passes arguments on to pytest.
 

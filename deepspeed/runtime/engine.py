@@ -25,7 +25,7 @@ from deepspeed.runtime import progress
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine_accessors import EngineAccessors
-from deepspeed.runtime.parts import broadcast_unmanaged, build_parts
+from deepspeed.runtime.parts import broadcast_unmanaged, build_parts, refuse_managed
 from deepspeed.runtime.plan import make_plan
 from deepspeed.runtime.setup import ModelParameters, choose_optimizer, choose_scheduler, mark_leaf_modules, place_model
 from deepspeed.runtime.utils import see_memory_usage
@@ -343,6 +343,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         if isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler) and not isinstance(optimizer, torch.optim.Optimizer):
             raise PlanError("a torch LRScheduler object needs the optimizer object it was made for. Pass optimizer=..., or a "
                             "callable that makes the scheduler.")
+        refuse_managed(model)
         config = self._config
         if self.plan.shards_parameters:
             mark_leaf_modules(model, config.zero_optimization.leaf_module)

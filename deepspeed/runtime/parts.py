@@ -21,6 +21,7 @@ from deepspeed.runtime.zero.coordinator import ParamCoordinator
 from deepspeed.runtime.zero.grouping import BucketSpec, plan_buckets
 from deepspeed.runtime.zero.hooks import ZeroHooks
 from deepspeed.runtime.zero.optimizer import ShardedOptimizer
+from deepspeed.runtime.zero.param_home import home_of
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import gather_for_adoption, install_views
 from deepspeed.runtime.zero.reducer import GradientReducer
@@ -77,6 +78,19 @@ def build_parts(plan: Plan, topology: Topology, model: nn.Module, inner: torch.o
         optimizer.parameter_offload = DeepSpeedZeRoOffload(model, hooks, coordinator)
     install_views(model, buckets, optimizer, coordinator, hooks, is_partitioned=plan.shards_parameters)
     return Parts(buckets, reducer, coordinator, hooks, scaler, optimizer, consistency)
+
+
+def refuse_managed(model: nn.Module) -> None:
+    """Raise PlanError for a model whose parameters another engine holds, or left sharded when it was destroyed."""
+    for name, parameter in model.named_parameters():
+        home = home_of(parameter)
+        if home is None or home.is_own:
+            continue
+        if home.hooks.is_installed:
+            raise PlanError(f"parameter {name} belongs to another engine. Call destroy() on that engine first.")
+        if home.bucket.is_sharded:
+            raise PlanError(f"parameter {name} was left sharded by an engine of ZeRO stage 3 that was destroyed, so its full "
+                            "value is gone. Build the model again and load a checkpoint or a saved state dict.")
 
 
 def _summary(plan: Plan, specs: Sequence[BucketSpec]) -> str:

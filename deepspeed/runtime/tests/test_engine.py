@@ -550,8 +550,14 @@ def test_torch_schedulers(stage: int, kind: str) -> None:
 def test_an_engine_may_follow_another_on_the_same_model(stage: int) -> None:
     model = One()
     for expected in (0.875, 0.75):
+        if stage == 3 and expected == 0.75:  # the shards went with the first engine
+            with pytest.raises(PlanError, match="linear.weight was left sharded"):
+                start(model, stage)
+            return
         engine = start(model, stage)
         engine.backward(engine(x(1)).sum())
         engine.step()
         assert weight(engine) == expected
+        with pytest.raises(PlanError, match="belongs to another engine"):
+            start(model, stage)
         engine.destroy()

@@ -76,7 +76,7 @@ class ZeroHooks:
         self._active: dict[nn.Module, int] = {}  # running forwards of scopes that contain the module
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._running: list[tuple[Scope, _InputGrads | None]] = []  # forwards of hooked modules, outermost first
-        self._is_installed = False
+        self.is_installed = False
         self._buckets = list(buckets)
         for bucket in buckets:
             for module in bucket.spec.scopes:
@@ -88,9 +88,9 @@ class ZeroHooks:
 
     def install(self) -> None:
         """Put every hook in place: at construction, and again after `remove`."""
-        if self._is_installed:
+        if self.is_installed:
             return
-        self._is_installed = True
+        self.is_installed = True
         for module in self._root.modules():
             self._watch(module)
         for bucket in self._buckets:
@@ -110,7 +110,7 @@ class ZeroHooks:
         """Return the module's scope, hooking the module when it has none yet."""
         if module not in self._scopes:
             scope = self._scopes[module] = Scope(module, self._names.get(module, type(module).__name__))
-            if self._is_installed:
+            if self.is_installed:
                 self._hook(scope)
         return self._scopes[module]
 
@@ -125,9 +125,9 @@ class ZeroHooks:
 
     def remove(self) -> None:
         """Take out every hook and give the modules their plain parameter dicts back."""
-        if not self._is_installed:
+        if not self.is_installed:
             return
-        self._is_installed = False
+        self.is_installed = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

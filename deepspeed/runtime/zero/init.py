@@ -319,8 +319,8 @@ def _check_available(device: torch.device, remote_device: str | None, config: De
     remote = remote_device if offload == "none" else offload
     if swapper is not None or remote not in (None, "none", device.type):
         raise FeatureNotAvailableError(f"zero.Init cannot keep parameters on {remote or 'a swapper'}: parameter "
-                                       "offload is not available in this release. Leave remote_device and offload_param "
-                                       "out.")
+                                       "offload is not available in this release. Leave remote_device and "
+                                       "offload_param out.")
     if is_quantized or (zero is not None and zero.zero_quantized_weights):
         raise FeatureNotAvailableError("zero.Init cannot quantise weights: zero_quantized_weights is not "
                                        "available in this release. Set it to false.")

@@ -323,7 +323,7 @@ def test_constructors_may_gather_and_register() -> None:
 
 M_MMAP_THRESHOLD = -3  # glibc's malloc.h
 LAYER_BYTES = 4 * 1024 * 1024
-NUM_LAYERS = 32
+NUM_LAYERS = 48
 
 
 def _peak_bytes() -> int:
@@ -347,14 +347,14 @@ def test_no_rank_ever_holds_the_whole_model() -> None:
         warm_up = nn.Linear(1024, 1024, bias=False)
     engine_of(3, model=warm_up)  # what the first engine imports, buffers of the communication library
     shards = NUM_LAYERS * LAYER_BYTES // 4
-    slack = 4 * LAYER_BYTES
+    slack = 10 * LAYER_BYTES  # one slab of shards, and what the heap of a worker that ran other tests keeps
     start = _forget_peak()
     with FP32():
         model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(NUM_LAYERS)])
     peak = _peak_bytes() - start
-    assert peak < shards + 2 * LAYER_BYTES + slack, peak / LAYER_BYTES
+    assert peak < shards + slack, peak / LAYER_BYTES  # 22 of 48 layers
     start = _forget_peak()
     engine = engine_of(3, model=model)
     peak = _peak_bytes() - start
-    assert peak < 3 * LAYER_BYTES + slack, peak / LAYER_BYTES  # old shards go as new ones come
+    assert peak < slack, peak / LAYER_BYTES  # old shards go as new ones come
     assert sum(bucket.shard.numel() for bucket in engine._parts.buckets) * 4 == shards
