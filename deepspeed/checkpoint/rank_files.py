@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORMAT = "deepspeed-rank-file/1"
+COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
 def save_rank_file(engine: DeepSpeedEngine, directory: str | os.PathLike[str], tag: str, client_state: dict[str, Any],
@@ -33,7 +34,7 @@ def save_rank_file(engine: DeepSpeedEngine, directory: str | os.PathLike[str], t
         "optimizer": None if engine._parts.optimizer is None else engine._parts.optimizer.state_dict(),
         "unmanaged": _unmanaged(engine, exclude_frozen), "frozen_shards": {} if exclude_frozen else _frozen_shards(engine),
         "lr_scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
-        "counters": {name: getattr(engine, name) for name in ("global_steps", "global_samples", "skipped_steps", "micro_steps")},
+        "counters": {name: getattr(engine, name) for name in COUNTERS},
         "client_state": client_state,
     }
     _together(engine, lambda: _write(state, folder / _file_name(engine), engine._config.checkpoint.checkpoint_serialization))

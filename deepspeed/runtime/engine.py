@@ -269,7 +269,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
 
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True,
                                custom_load_fn: Callable[..., Any] | None = None, fetch_z3_params: bool = False) -> None:
-        """Load `checkpoint["module"]` (full tensors) into the module. `fetch_z3_params` is accepted: nothing need be fetched."""
+        """Load `checkpoint["module"]` (full tensors) into the module. fetch_z3_params: accepted; nothing need be fetched."""
         if custom_load_fn is not None:
             custom_load_fn(src=checkpoint["module"], dst=self.module)
         else:

@@ -1,4 +1,4 @@
-"""From a plan to the parts of one engine: buckets, wires, reducer, coordinator, hooks, optimizer. The only constructor of them."""
+"""From a plan to the parts of one engine: buckets, wires, reducer, coordinator, hooks, optimizer. Nothing else builds them."""
 from __future__ import annotations
 
 import hashlib
@@ -95,7 +95,8 @@ def refuse_managed(model: nn.Module) -> None:
 
 def _summary(plan: Plan, specs: Sequence[BucketSpec]) -> str:
     """Return a line that is equal on ranks that can train together."""
-    shapes = [(spec.name, str(p.dtype), tuple(p.shape), group) for spec in specs for p, group in zip(spec.params, spec.group_ids)]
+    shapes = [(spec.name, str(parameter.dtype), tuple(parameter.shape), group)
+              for spec in specs for parameter, group in zip(spec.params, spec.group_ids)]
     digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
     numel = sum(parameter.numel() for spec in specs for parameter in spec.params)
     return (f"to train {numel} elements in {len(specs)} buckets (digest {digest}) at ZeRO stage {plan.stage} with "

@@ -39,7 +39,8 @@ def announce_plan(engine: DeepSpeedEngine) -> None:
 def print_step(engine: DeepSpeedEngine) -> None:
     """Print the progress line of the step that is being finished, on rank 0."""
     if engine.global_rank == 0:
-        write_report(f"step={engine.global_steps + 1}, skipped={engine.skipped_steps}, lr={engine.get_lr()}, mom={engine.get_mom()}")
+        write_report(f"step={engine.global_steps + 1}, skipped={engine.skipped_steps}, lr={engine.get_lr()}, "
+                     f"mom={engine.get_mom()}")
 
 
 def log_timers(engine: DeepSpeedEngine, is_boundary: bool) -> None:

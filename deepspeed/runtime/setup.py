@@ -75,14 +75,14 @@ def choose_optimizer(client: OptimizerOrCallable | None, parameters: ModelParame
         optimizer = build_optimizer(config.optimizer.type, config.optimizer_params, groups)
     else:
         if plan.stage in (1, 2):
-            raise PlanError(f"zero_optimization.stage is {plan.stage}, which requires an optimizer. Pass one to initialize() or "
-                            "add an optimizer block to the configuration.")
+            raise PlanError(f"zero_optimization.stage is {plan.stage}, which requires an optimizer. Pass one to initialize() "
+                            "or add an optimizer block to the configuration.")
         return None
     if plan.stage > 0 and not is_zero_supported(optimizer):
         name = type(optimizer).__name__
         if not config.zero_allow_untested_optimizer:
-            raise PlanError(f"ZeRO is not tested with optimizer {name}. Set zero_allow_untested_optimizer to true if its update "
-                            "of an element needs nothing but that element, or use Adam, AdamW or Adagrad.")
+            raise PlanError(f"ZeRO is not tested with optimizer {name}. Set zero_allow_untested_optimizer to true if its "
+                            "update of an element needs nothing but that element, or use Adam, AdamW or Adagrad.")
         logger.warning("ZeRO stage %d runs with optimizer %s, which it is not tested with", plan.stage, name)
     return optimizer
 

@@ -345,7 +345,7 @@ def test_activation_checkpointing(stage: int, reentrant: bool) -> None:
 
         def forward(self, value: torch.Tensor) -> torch.Tensor:
             for block in self.blocks:
-                run = (lambda v, block=block: self.shared(block(v)))
+                run = nn.Sequential(block, self.shared)
                 value = checkpoint(run, value, use_reentrant=reentrant) if self.recomputes else run(value)
             return value.pow(2).mean()
 
@@ -449,7 +449,8 @@ def test_model_parallel_object(stage: int) -> None:
 @STAGES
 def test_mesh_of_data_and_sequence_ranks(stage: int) -> None:
     model = One()
-    engine = deepspeed.initialize(model=model, mesh_param=(2, 2), optimizer=torch.optim.SGD(model.parameters(), lr=0.125), config={
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    engine = deepspeed.initialize(model=model, mesh_param=(2, 2), optimizer=optimizer, config={
         "train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}})[0]
     assert engine.train_batch_size() == 6 and engine.seq_dp_world_size == 4

@@ -84,7 +84,8 @@ def test_group_pairs(precision: str, zero: dict[str, object]) -> None:
 
 
 @distributed(2)
-@pytest.mark.parametrize("config", [{"prescale_gradients": True}, {"gradient_predivide_factor": 4.0}], ids=lambda c: next(iter(c)))
+@pytest.mark.parametrize("config", [{"prescale_gradients": True}, {"gradient_predivide_factor": 4.0}],
+                         ids=lambda config: next(iter(config)))
 @pytest.mark.parametrize("stage", [0, 1])
 def test_division_of_gradients(stage: int, config: dict[str, object]) -> None:
     check("fp32", stage, 2, 2, optimizer="sgd", **config)

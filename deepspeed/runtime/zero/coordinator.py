@@ -284,7 +284,8 @@ class ParamCoordinator:
         is_known_order = bool(trace.fetches)
         if not trace.advance(bucket):
             if is_known_order and self._limits.logs_changes:
-                logger.warning("%s left the recorded order at bucket %s (module %s)", self._phase.value, bucket.name, scope.name)
+                logger.warning("%s left the recorded order at bucket %s (module %s)",
+                               self._phase.value, bucket.name, scope.name)
             self._consistency.agree(f"{self._phase.value} {trace.position}: bucket {bucket.name} for module {scope.name}")
         bucket.start_gather(f"module {scope.name}")
         self._prefetch(trace, bucket)
@@ -293,7 +294,8 @@ class ParamCoordinator:
     def _prefetch(self, trace: _Trace, current: ParamBucket) -> None:
         if self._limits.prefetch_numel == 0:
             return
-        live = sum(bucket.full_numel for bucket in self.buckets if bucket.is_sharded and bucket.state is not BucketState.SHARDED)
+        live = sum(bucket.full_numel for bucket in self.buckets
+                   if bucket.is_sharded and bucket.state is not BucketState.SHARDED)
         ahead_numel = 0
         for bucket in trace.ahead()[:self._limits.prefetch_depth]:
             if bucket.state is not BucketState.SHARDED:

@@ -49,9 +49,9 @@ class Fragment:
 class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
     """A torch optimizer over shards. `step()` reduces what is not reduced, clips, updates and publishes.
 
-    buckets: the trainable ones. clip: largest global gradient norm, 0 for no clipping. update_numel: shard elements updated at a time, by an elementwise
-    optimizer. needs_norm: false skips the norm;
-    then neither clipping nor the loss scaler may need it.
+    buckets: the trainable ones. clip: largest global gradient norm, 0 for no clipping. needs_norm: false skips the norm; then
+    neither clipping nor the loss scaler may need it. update_numel: shard elements that an elementwise optimizer updates at a
+    time.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, buckets: Sequence[ParamBucket], reducer: GradientReducer,
@@ -292,8 +292,8 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
             saved = masters.get(bucket.name)
             if saved is None or saved.shape != master.shape:
                 given = "nothing" if saved is None else f"{tuple(saved.shape)}"
-                raise CheckpointError(f"bucket {bucket.name} needs {tuple(master.shape)} elements, the checkpoint holds {given}. "
-                                      "Load it with the model, world size and ZeRO stage that wrote it.")
+                raise CheckpointError(f"bucket {bucket.name} needs {tuple(master.shape)} elements, the checkpoint holds "
+                                      f"{given}. Load it with the model, world size and ZeRO stage that wrote it.")
         with torch.no_grad():
             for bucket, master in self._masters.items():
                 master.copy_(masters[bucket.name])

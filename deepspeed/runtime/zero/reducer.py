@@ -80,8 +80,8 @@ class GradientReducer:
         if self.in_backward:
             return
         if self._needs_scaled_loss and not self._loss_is_scaled:
-            raise UsageError("fp16 training scales the loss: call engine.backward(loss), or engine.scale(loss).backward(), instead "
-                             "of loss.backward().")
+            raise UsageError("fp16 training scales the loss: call engine.backward(loss), or engine.scale(loss).backward(), "
+                             "instead of loss.backward().")
         self._loss_is_scaled = False
         self._adopt_shown_grads()
         self._reset_backward()
@@ -134,8 +134,8 @@ class GradientReducer:
         grad = parameter.grad
         if not self.in_backward:
             if bucket.shows_grads and grad is bucket.grad_view(index):
-                raise UsageError(f"{bucket.param_names[index]} got a second gradient on top of a reduced one from a forward that "
-                                 "did not go through the engine. Call the engine (or its module), or zero_grad() first.")
+                raise UsageError(f"{bucket.param_names[index]} got a second gradient on top of a reduced one from a forward "
+                                 "that did not go through the engine. Call the engine (or its module), or zero_grad() first.")
             self.begin()
         parameter.grad = None
         if grad.is_sparse:

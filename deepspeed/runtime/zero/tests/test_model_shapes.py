@@ -208,8 +208,8 @@ class AttentionModule(nn.Module):
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     cls.__name__: cls for cls in (
-        Base, TiedThroughFunction, ModifiesItsInput, EncoderDecoder, Interleaved, SharedBlocks, BlockInsideBlock, DataclassOutput,
-        WeightNorm, SavedViews, DetachedWeight, DropsBlocks, NoModuleCalls, FrozenInTheMiddle, AttentionModule)
+        Base, TiedThroughFunction, ModifiesItsInput, EncoderDecoder, Interleaved, SharedBlocks, BlockInsideBlock,
+        DataclassOutput, WeightNorm, SavedViews, DetachedWeight, DropsBlocks, NoModuleCalls, FrozenInTheMiddle, AttentionModule)
 } | {"Nested": lambda: Nested(Nested(Nested(Nested(None))))}
 
 
