@@ -76,7 +76,8 @@ def build_parts(plan: Plan, topology: Topology, model: nn.Module, inner: torch.o
             needs_norm=plan.needs_norm, is_elementwise=is_elementwise(inner), update_numel=plan.update_numel)
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         optimizer.parameter_offload = DeepSpeedZeRoOffload(model, hooks, coordinator)
-    install_views(model, buckets, optimizer, coordinator, hooks, is_partitioned=plan.shards_parameters)
+    install_views(model, buckets, optimizer, coordinator, hooks, is_partitioned=plan.shards_parameters,
+                  checks_reads=plan.checks_reads)
     return Parts(buckets, reducer, coordinator, hooks, scaler, optimizer, consistency)
 
 

@@ -79,6 +79,7 @@ class Plan:
     uses_reduce_scatter: bool
     overlaps: bool
     refuses_unused: bool
+    checks_reads: bool
     needs_norm: bool
     update_numel: int
     min_bucket_numel: int
@@ -165,6 +166,7 @@ def make_plan(config: DeepSpeedConfig, topology: Topology) -> Plan:
         uses_reduce_scatter=zero.reduce_scatter,
         overlaps=not (config.is_set("zero_optimization.overlap_comm") and zero.overlap_comm is False),
         refuses_unused=not zero.ignore_unused_parameters,
+        checks_reads=zero.enable_sanity_checks,
         needs_norm=zero.compute_grad_norm or config.gradient_clipping > 0 or fp16.enabled or check_overflow,
         update_numel=min(zero.sub_group_size, UPDATE_NUMEL),
         min_bucket_numel=min_numel,

@@ -103,6 +103,7 @@ class Init:
         group = data_parallel_group if sequence_data_parallel_group is None else sequence_data_parallel_group
         self._pair = _find_pair(group, mpu, self._shard_size(parsed))
         self._checks_reads = parsed is not None and parsed.zero_optimization.enable_sanity_checks
+        self._wraps_apply = parsed is None or parsed.zero_optimization.override_module_apply
         self._sharder: ParamSharder | None = None
         self._sharded_numel = 0
         self._constructing: set[int] = set()
@@ -181,7 +182,8 @@ class Init:
             for cls in _with_own_constructor(nn.Module):
                 self._wrap_constructor(cls)
             self._replace(nn.Module, "__init_subclass__", classmethod(_subclass_hook(self._wrap_constructor)))
-            self._replace(nn.Module, "apply", _gathering_apply(nn.Module.apply, self._own_constructors))
+            if self._wraps_apply:
+                self._replace(nn.Module, "apply", _gathering_apply(nn.Module.apply, self._own_constructors))
             self._constructors = TensorConstructors(
                 partition_parameters.zero_wrapper_for_fp_tensor_constructor,
                 self.dtype if DeepSpeedTensorOverride.dtype in self._overrides else None,
