@@ -9,9 +9,9 @@ first hook of that backward queues `flush` as a callback of the autograd engine,
 """
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch.autograd import Variable
@@ -45,6 +45,7 @@ class GradientReducer:
         self._on_begin: Callable[[], None] = _nothing
         self._on_end: Callable[[], None] = _nothing
         self._on_bucket_complete: Callable[[ParamBucket], None] = _nothing
+        self._location = {parameter: (bucket, index) for bucket in self.buckets for index, parameter in enumerate(bucket.params)}
         self._order = list(reversed(self.buckets))
         self._order_is_learned = False
         self._expected = {bucket: len(bucket.params) for bucket in self.buckets}
@@ -62,10 +63,16 @@ class GradientReducer:
         """Install one hook per parameter, and say who is told of a backward's begin and end, and of a bucket whose gradients
         have all come (as many as in the last backward)."""
         self._on_begin, self._on_end, self._on_bucket_complete = on_begin, on_end, on_bucket_complete
-        for bucket in self.buckets:
-            for index, parameter in enumerate(bucket.params):
-                hook = partial(self._on_grad, bucket, index)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        # torch keeps these hooks where Python's garbage collector does not look, so they must not keep the engine alive
+        reference = weakref.ref(self)
+
+        def on_grad(parameter: torch.Tensor) -> None:
+            reducer = reference()
+            if reducer is not None:
+                reducer._on_grad(*reducer._location[parameter], parameter)
+
+        for parameter in self._location:
+            self._handles.append(parameter.register_post_accumulate_grad_hook(on_grad))
 
     def detach(self) -> None:
         """Remove the hooks."""

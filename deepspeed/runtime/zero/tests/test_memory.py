@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -78,3 +79,22 @@ def test_steady_state_allocates_nothing(stage: int) -> None:
         engine.step()
         seen.append(living_bytes())
     assert seen[3] == seen[4] == seen[5]
+
+
+@distributed(2)
+@pytest.mark.parametrize("is_destroyed", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_dropped_engine_leaves_nothing_behind(stage: int, is_destroyed: bool) -> None:
+    def train() -> list[weakref.ref]:
+        engine = deepspeed.initialize(model=Stack(), config={
+            "train_micro_batch_size_per_gpu": 1, "steps_per_print": None, "optimizer": {"type": "AdamW"},
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": 1, "stage3_param_persistence_threshold": 0}})[0]
+        engine.backward(engine(torch.ones(1, WIDTH)))
+        engine.step()
+        if is_destroyed:
+            engine.destroy()
+        return [weakref.ref(thing) for thing in (engine, engine.module, engine.optimizer, engine._parts.buckets[0])]
+
+    references = train()
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 4
