@@ -116,10 +116,9 @@ class ZeroHooks:
 
     def add_external(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
         """Gather `parameters` together with `module` from now on."""
-        scope = self.scope_of(module)
-        for parameter in parameters:
-            bucket = self._bucket_of.get(parameter)
-            if bucket is not None and bucket not in scope.buckets:
+        for bucket in [self._bucket_of[parameter] for parameter in parameters if parameter in self._bucket_of]:
+            scope = self.scope_of(module)
+            if bucket not in scope.buckets:
                 scope.buckets.append(bucket)
                 scope.owners = None
 
