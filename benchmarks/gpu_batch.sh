@@ -21,7 +21,7 @@ failures=0
 mkdir -p "$out"
 cd "$repository" || exit 1
 export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}"
-export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 
 require_packages() {
   "$python" - <<'CHECK'

@@ -106,11 +106,15 @@ class _StreamPending:
         torch.cuda.current_stream().wait_event(self._event)
 
 
+BROADCAST_BYTES = 2 ** 21
+
+
 class HostWire:
     """Plain wire over gloo.
 
-    Gloo's reduce-scatter is slower than its all-reduce at every size measured (docs/benchmarks.md), so the reduction is an
-    all-reduce in place of which each rank keeps its chunk.
+    Gloo's collectives differ from what their names promise (docs/benchmarks.md): its reduce-scatter is slower than its
+    all-reduce, so the reduction is an all-reduce in place of which each rank keeps its chunk; and from a few megabytes up
+    its all-gather is slower than a broadcast per rank.
     """
 
     def __init__(self, pair: GroupPair, scale: ReduceScale, consistency: RankConsistency,
@@ -122,7 +126,10 @@ class HostWire:
         shard = self.pair.shard
         if shard.size == 1 or full.numel() == 0:
             return Done()
-        works = _launch_gather(full, shard, self._method, is_async=True)
+        method = self._method
+        if method is GatherMethod.ALL_GATHER and full.numel() * full.element_size() >= BROADCAST_BYTES:
+            method = GatherMethod.BROADCAST
+        works = _launch_gather(full, shard, method, is_async=True)
         return _HostPending(works, label, self._consistency)
 
     def reduce(self, full: torch.Tensor, out: torch.Tensor, label: str) -> Pending:

@@ -260,7 +260,9 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         options = dict(compile_kwargs or {})
         if options.pop("backend", backend) != backend:
             logger.warning("engine.compile: the backend in compile_kwargs is not used; pass backend=...")
+        self._parts.hooks.remove()
         self.module.compile(backend=backend or get_accelerator().get_compile_backend(), **options)
+        self._parts.hooks.install()  # anew, because the hooks of a compiled module must stay outside the compiled regions
         self._is_compiled = True
 
     @property

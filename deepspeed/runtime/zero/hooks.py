@@ -10,7 +10,6 @@ everything is FULL and the module's own scope runs, the plain dict is back and a
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -74,7 +73,7 @@ class ZeroHooks:
         self._owners: dict[ParamBucket, list[nn.Module]] = {}
         self._buckets_of: dict[nn.Module, set[ParamBucket]] = {}
         self._active: dict[nn.Module, int] = {}  # running forwards of scopes that contain the module
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._handles: dict[Scope, list[torch.utils.hooks.RemovableHandle]] = {}
         self._running: list[tuple[Scope, _InputGrads | None]] = []  # forwards of hooked modules, outermost first
         self.is_installed = False
         self._buckets = list(buckets)
@@ -91,6 +90,7 @@ class ZeroHooks:
         if self.is_installed:
             return
         self.is_installed = True
+        self._runs_compiled = any(module._compiled_call_impl is not None for module in self._root.modules())
         for module in self._root.modules():
             self._watch(module)
         for bucket in self._buckets:
@@ -100,34 +100,44 @@ class ZeroHooks:
             self._hook(scope)
 
     def _hook(self, scope: Scope) -> None:
-        module = scope.module
-        self._handles.append(module.register_forward_pre_hook(
-            _undisturbed(lambda _, args, kwargs: self._enter(scope, args, kwargs)), prepend=True, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(
-            _undisturbed(lambda _, args, output: self._leave(scope, output))))
+        """Install what the scope needs: the root and scopes of sharded buckets follow each use, others wait for a gather."""
+        module, handles = scope.module, self._handles.setdefault(scope, [])
+        while handles:  # it gained a bucket
+            handles.pop().remove()
+        if module is self._root or scope.is_sharded:
+            handles.append(module.register_forward_pre_hook(
+                self._undisturbed(lambda _, args, kwargs: self._enter(scope, args, kwargs)), prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._undisturbed(lambda _, args, output: self._leave(scope, output))))
+        elif any(bucket.pair.shard.size > 1 for bucket in scope.buckets):
+            handles.append(module.register_forward_pre_hook(self._undisturbed(lambda _, args: self._wait(scope)), prepend=True))
+
+    def _undisturbed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Keep torch.compile out of a hook of a compiled module: it runs between compiled regions, not inside them."""
+        return torch._dynamo.disable(hook) if self._runs_compiled else hook
 
     def scope_of(self, module: nn.Module) -> Scope:
-        """Return the module's scope, hooking the module when it has none yet."""
+        """Return the module's scope, a new one without buckets if it has none yet."""
         if module not in self._scopes:
-            scope = self._scopes[module] = Scope(module, self._names.get(module, type(module).__name__))
-            if self.is_installed:
-                self._hook(scope)
+            self._scopes[module] = Scope(module, self._names.get(module, type(module).__name__))
         return self._scopes[module]
 
     def add_external(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
         """Gather `parameters` together with `module` from now on."""
-        for bucket in [self._bucket_of[parameter] for parameter in parameters if parameter in self._bucket_of]:
-            scope = self.scope_of(module)
-            if bucket not in scope.buckets:
-                scope.buckets.append(bucket)
-                scope.owners = None
+        buckets = [self._bucket_of[parameter] for parameter in parameters if parameter in self._bucket_of]
+        if not buckets:
+            return
+        scope = self.scope_of(module)
+        scope.buckets.extend(bucket for bucket in dict.fromkeys(buckets) if bucket not in scope.buckets)
+        scope.owners = None
+        if self.is_installed:
+            self._hook(scope)
 
     def remove(self) -> None:
         """Take out every hook and give the modules their plain parameter dicts back."""
         if not self.is_installed:
             return
         self.is_installed = False
-        for handle in self._handles:
+        for handle in [handle for handles in self._handles.values() for handle in handles]:
             handle.remove()
         self._handles.clear()
         for module, plain in self._plain.items():
@@ -197,6 +207,10 @@ class ZeroHooks:
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
+    def _wait(self, scope: Scope) -> None:
+        for bucket in scope.buckets:
+            bucket.finish_gather()
+
     def _enter(self, scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         in_backward = torch._C._current_graph_task_id() != -1
         if not in_backward and self._reducer.in_backward:
@@ -210,13 +224,17 @@ class ZeroHooks:
         self._running.append((scope, watch))
         self._coordinator.enter(scope)
         self._activate(scope, 1)
-        return None if watch is None else tree_map(watch.track, (args, kwargs))
+        if watch is None:
+            return None
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # pytree costs more than all the rest
+            return (watch.track(args[0]),), kwargs
+        return tree_map(watch.track, (args, kwargs))
 
     def _leave(self, scope: Scope, output: Any) -> None:
         watch = self._pop(scope)
         is_recomputing = self._coordinator.is_recomputing(scope)
         self._coordinator.leave(scope)
-        if torch.is_grad_enabled() and not is_recomputing and (scope.buckets or scope.module is self._root):
+        if torch.is_grad_enabled() and not is_recomputing:
             self._expect_backward(scope, watch is not None and watch.count > 0, output)
         if not self._running and torch._C._current_graph_task_id() == -1:
             self._coordinator.end_forward()
@@ -236,17 +254,20 @@ class ZeroHooks:
         return None
 
     def _expect_backward(self, scope: Scope, has_input_grads: bool, output: Any) -> None:
-        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        tensors = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
+        outputs = [tensor for tensor in tensors if tensor.requires_grad]
         if not outputs:
             return
 
         # a hook that kept a tensor alive would tie the graph into a cycle that nothing collects
         def before(_: torch.Tensor) -> None:
             self._reducer.begin()
-            if scope.buckets:
-                self._coordinator.enter_backward(scope, has_input_grads)
+            self._coordinator.enter_backward(scope, has_input_grads)
 
-        register_multi_grad_hook(outputs, before, mode="any")
+        if len(outputs) == 1:
+            outputs[0].register_hook(before)
+        else:
+            register_multi_grad_hook(outputs, before, mode="any")
 
 
 class _InputGrads:
@@ -285,9 +306,3 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(list(leaf.values()))
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             yield from tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
-
-
-def _undisturbed(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep torch.compile out of a hook: it runs between compiled regions, not inside them."""
-    # not imported for its own sake: that takes a second, and who compiled a module has it loaded
-    return torch._dynamo.disable(hook) if "torch._dynamo" in sys.modules else hook

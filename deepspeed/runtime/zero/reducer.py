@@ -256,6 +256,10 @@ class GradientReducer:
 
     def collect(self) -> None:
         """Bring every gradient that an update needs into the shards, also what users did to `.grad`. Collective."""
+        if self.in_backward:
+            self.abort()
+            raise UsageError("the last backward was left by an exception, so its gradients are incomplete and were dropped. Run "
+                             "forward and backward again before the step.")
         self._adopt_shown_grads()
         self._show_grads()
         if self.backward_count == 0:

@@ -188,8 +188,9 @@ def forget(parameter: nn.Parameter) -> None:
 
 def show_status(bucket: ParamBucket) -> None:
     """Set `ds_status` of the bucket's parameters."""
+    status = _STATUS[bucket.state]
     for parameter in bucket.params:
-        parameter.ds_status = _STATUS[bucket.state]
+        parameter.ds_status = status
 
 
 def abandon(home: ParamHome) -> None:
