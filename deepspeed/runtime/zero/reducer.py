@@ -45,7 +45,8 @@ class GradientReducer:
         self._on_begin: Callable[[], None] = _nothing
         self._on_end: Callable[[], None] = _nothing
         self._on_bucket_complete: Callable[[ParamBucket], None] = _nothing
-        self._location = {parameter: (bucket, index) for bucket in self.buckets for index, parameter in enumerate(bucket.params)}
+        self._location = {parameter: (bucket, index) for bucket in self.buckets
+                          for index, parameter in enumerate(bucket.params)}
         self._order = list(reversed(self.buckets))
         self._order_is_learned = False
         self._expected = {bucket: len(bucket.params) for bucket in self.buckets}
@@ -258,8 +259,8 @@ class GradientReducer:
         """Bring every gradient that an update needs into the shards, also what users did to `.grad`. Collective."""
         if self.in_backward:
             self.abort()
-            raise UsageError("the last backward was left by an exception, so its gradients are incomplete and were dropped. Run "
-                             "forward and backward again before the step.")
+            raise UsageError("the last backward was left by an exception, so its gradients are incomplete and were dropped. "
+                             "Run forward and backward again before the step.")
         self._adopt_shown_grads()
         self._show_grads()
         if self.backward_count == 0:
