@@ -1,6 +1,7 @@
 """The engine's contract: boundaries, both loops, no_sync, several losses and engines, bad input, counters."""
 from __future__ import annotations
 
+import argparse
 import copy
 import time
 
@@ -562,3 +563,28 @@ def test_an_engine_may_follow_another_on_the_same_model(stage: int) -> None:
         with pytest.raises(PlanError, match="belongs to another engine"):
             start(model, stage)
         engine.destroy()
+
+
+@distributed(1)
+def test_where_the_configuration_comes_from(tmp_path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_batch_size": 2, /* a comment */ "optimizer": {"type": "AdamW",},}')
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(file)])
+    args.local_rank = -1
+    engine = deepspeed.initialize(args=args, model=One())[0]
+    assert engine.train_batch_size() == 2 and args.local_rank == 0
+    engine.destroy()
+    with pytest.raises(AssertionError, match="two configurations"):
+        deepspeed.initialize(args=args, model=One(), config={"train_batch_size": 2})
+    old = parser.parse_args(["--deepscale_config", str(file)])
+    assert deepspeed.initialize(args=old, model=One())[0].train_batch_size() == 2
+    assert deepspeed.initialize(model=One(), config_params={"train_batch_size": 3})[0].train_batch_size() == 3
+    args.local_rank = 5
+    with pytest.raises(AssertionError, match="LOCAL_RANK"):
+        deepspeed.initialize(args=args, model=One())
+    with pytest.raises(DeepSpeedConfigError, match="train_batch_sise"):
+        deepspeed.initialize(model=One(), config={"train_batch_sise": 2})
+    with pytest.raises(NotImplementedError, match="offload"):
+        deepspeed.initialize(model=One(), config={"train_batch_size": 1, "zero_optimization": {
+            "stage": 2, "offload_optimizer": {"device": "cpu"}}})
