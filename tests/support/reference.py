@@ -79,10 +79,10 @@ FLOAT32_SUMS = Tolerance(
 SCALED_16BIT = Tolerance(
     masters=1e-3,
     weights=2e-2,
-    scalars=2e-3,
+    scalars=5e-3,
     reason="A clipping coefficient or a 1/3 that differs in its last bit moves masters by 1e-7. One that lies between "
     "two 16-bit numbers then rounds to the other, 2**-8 away in bfloat16, and the next gradients differ by as much. "
-    "Measured: 2.4e-4 at 3 ranks and 3 micro-batches.",
+    "Measured at 3 ranks and 3 micro-batches: masters 2.4e-4, norm 2.2e-3.",
 )
 SUMS_16BIT = Tolerance(
     masters=4e-2,

@@ -109,14 +109,14 @@ def test_a_traceback_comes_before_the_silent_death_that_it_causes(tmp_path, capf
 
 
 def test_a_shown_traceback_counts_while_its_rank_is_slow_to_end(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("deepspeed.launcher.output.HOLD_SECONDS", 0.05)
+    monkeypatch.setattr("deepspeed.launcher.output.HOLD_SECONDS", 0.5)
     failed = str(tmp_path / "failed")
     slow = (
-        f"import atexit, os, time\natexit.register(time.sleep, 1)\natexit.register(os.mkdir, {failed!r})\n"
+        f"import atexit, os, time\natexit.register(time.sleep, 3)\natexit.register(os.mkdir, {failed!r})\n"
         "raise ValueError('the cause')"
     )
     follows = (
-        f"import os, time\nwhile not os.path.exists({failed!r}):\n    time.sleep(0.01)\ntime.sleep(0.3)\n"
+        f"import os, time\nwhile not os.path.exists({failed!r}):\n    time.sleep(0.01)\ntime.sleep(1)\n"
         "raise RuntimeError('connection closed by peer')"
     )
     assert run_ranks(processes(follows, slow)) == 1
