@@ -126,7 +126,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
             raise UsageError("step() is called inside no_sync(). Leave the context first.")
         if self._reducer.holds_back:
             raise UsageError("step() is called inside coalesce_grad_reduction(). Leave the context first.")
-        if self.optimizer is None:
+        if self._parts.optimizer is None:
             raise UsageError("step() needs an optimizer, and this engine has none. Pass one to deepspeed.initialize.")
         self.timers(progress.STEP).start()
         self._is_stepping = True
@@ -178,7 +178,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         return self.loss_scaler.scale(loss)
 
     def _check_loss(self, loss: torch.Tensor) -> None:
-        if self.optimizer is None or isinstance(self.optimizer, DeepSpeedZeRoOffload):
+        if self._parts.optimizer is None:
             raise UsageError("backward() needs an optimizer, and this engine has none. Pass one to deepspeed.initialize.")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.dim() > 1:
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__

@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import io
 import time
 
 import pytest
@@ -266,13 +268,17 @@ def test_ranks_in_different_branches(stage: int = 3) -> None:  # C09
 
 @distributed(2)
 @STAGES
-def test_submodule_added_later_trains_nothing_but_works(stage: int, caplog_free: None = None) -> None:  # C10
+def test_submodule_added_later_trains_nothing_but_works(stage: int) -> None:  # C10
     engine = start(One(), stage)
     engine.module.extra = nn.Linear(1, 1)
-    loss = (engine(x(1)) + engine.module.extra(x(1))).sum()
-    engine.backward(loss)
-    engine.step()
-    assert weight(engine) == 0.875
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        for _ in range(2):
+            loss = (engine(x(1)) + engine.module.extra(x(1))).sum()
+            engine.backward(loss)
+            engine.step()
+    assert weight(engine) == 0.75
+    assert text.getvalue().count("extra.weight, extra.bias joined the model") == (engine.global_rank == 0)
 
 
 @distributed(2)
@@ -320,6 +326,8 @@ def test_evaluation_only_engine(stage: int) -> None:
             assert torch.equal(engine(ids, targets), expected)
     with pytest.raises(AssertionError, match="optimizer"):
         engine.backward(engine(ids, targets))
+    with pytest.raises(AssertionError, match="optimizer"):
+        engine.step()
 
 
 @distributed(2)
@@ -361,6 +369,29 @@ def test_activation_checkpointing(stage: int, reentrant: bool) -> None:
             results.append([p.detach().clone() for p in engine.module.parameters()])
     for expected, actual in zip(*results):
         assert torch.allclose(expected, actual, atol=1e-6)
+
+
+@distributed(2)
+@STAGES
+def test_two_backwards_over_one_graph(stage: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(5)))
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.125)
+    engine = start(model, stage)
+    for step in range(4):
+        data = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        for part in data:
+            output = plain(part)
+            ((output.square().mean() + output.mean()) / 2).backward()
+        optimizer.step()
+        output = engine(data[engine.global_rank])
+        engine.backward(output.square().mean(), retain_graph=True)
+        engine.backward(output.mean())
+        engine.step()
+    with engine.gathered():
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), plain.parameters()))
 
 
 @distributed(2)

@@ -10,6 +10,7 @@ everything is FULL and the module's own scope runs, the plain dict is back and a
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from deepspeed.runtime.zero.bucket import ParamBucket
 from deepspeed.runtime.zero.coordinator import ParamCoordinator, Scope
 from deepspeed.runtime.zero.reducer import GradientReducer
+
+logger = logging.getLogger(__name__)
 
 
 class WatchedParameters(dict):
@@ -77,6 +80,7 @@ class ZeroHooks:
         self._running: list[tuple[Scope, _InputGrads | None]] = []  # forwards of hooked modules, outermost first
         self.is_installed = False
         self._buckets = list(buckets)
+        self._know_the_model()
         for bucket in buckets:
             for module in bucket.spec.scopes:
                 self.scope_of(module).buckets.append(bucket)
@@ -207,6 +211,22 @@ class ZeroHooks:
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
+    def _warn_of_additions(self) -> None:
+        """Warn of parameters that joined the model after the engine took it. Counting is cheap enough for every forward."""
+        count = sum(len(module._modules) + len(module._parameters) for module in self._known_modules)
+        if count == self._known_count:
+            return
+        added = [name for name, parameter in self._root.named_parameters() if parameter not in self._known_parameters]
+        if added:
+            logger.warning("parameters %s joined the model after deepspeed.initialize: they are neither sharded, nor "
+                           "optimised, nor averaged over ranks. Add them before.", ", ".join(added))
+        self._know_the_model()
+
+    def _know_the_model(self) -> None:
+        self._known_modules = list(self._root.modules())
+        self._known_parameters = set(self._root.parameters())
+        self._known_count = sum(len(module._modules) + len(module._parameters) for module in self._known_modules)
+
     def _wait(self, scope: Scope) -> None:
         for bucket in scope.buckets:
             bucket.finish_gather()
@@ -217,6 +237,7 @@ class ZeroHooks:
             self._reducer.abort()  # the last backward was left by an exception
         if not in_backward and (scope.module is self._root or not self._running):
             self._forget_running()  # an exception may have left an earlier forward
+            self._warn_of_additions()
             self._coordinator.start_forward(torch.is_grad_enabled() and self._root.training)
         watch = None
         if torch.is_grad_enabled() and scope.is_sharded and not self._coordinator.is_recomputing(scope):
