@@ -42,7 +42,7 @@ class ReleasedTensor(torch.Tensor):
         return UsageError(
             f"state-dict entry {self.ds_name} has no data here: ZeRO stage 3 keeps only a shard of the parameter. Call "
             "state_dict() inside `with engine.gathered():` or deepspeed.zero.GatheredParameters, or save with "
-            "engine.save_16bit_model or engine.save_checkpoint.")
+            "engine.save_checkpoint.")
 
     def __repr__(self, **options: Any) -> str:
         return f"ReleasedTensor({self.ds_name}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
