@@ -14,7 +14,8 @@ FP32 = Precision()
 BF16 = Precision(torch.bfloat16)
 BF16_ALL = Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
 FP16 = Precision(torch.float16)
-PRECISIONS = {"fp32": FP32, "bf16-fp32": BF16, "bf16-bf16": BF16_ALL, "fp16-fp32": FP16}
+MATRIX = {"fp32": FP32, "bf16-fp32": BF16, "bf16-bf16": BF16_ALL, "fp16-fp32": FP16}
+PRECISIONS = MATRIX | {"fp16-fp16": Precision(torch.float16, torch.float16, torch.float16)}
 OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
 
 
@@ -47,7 +48,7 @@ def check(precision: str, stage: int, gas: int, world: int, *, optimizer: str, l
 
 @distributed([1, 2, 3, 4])
 @pytest.mark.parametrize("gas", [1, 3])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", MATRIX)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_matrix(stage: int, precision: str, gas: int, world_size: int) -> None:
     # the optimizer alternates, so that each meets each axis
@@ -70,7 +71,7 @@ def test_clipping(stage: int, optimizer: str) -> None:
     {"stage3_max_live_parameters": 0}, {"stage3_prefetch_bucket_size": 0}, {"stage3_max_reuse_distance": 0},
     {"reduce_bucket_size": 500000000}, {"stage3_param_persistence_threshold": 20}, {"round_robin_gradients": True},
     {"stage3_param_persistence_threshold": 100000, "stage3_model_persistence_threshold": 300},
-    {"stage3_module_granularity_threshold": 1000}], ids=lambda zero: "-".join(zero))
+    {"stage3_module_granularity_threshold": 1000}, {"sub_group_size": 1}], ids=lambda zero: "-".join(zero))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_switches_change_no_number(stage: int, zero: dict[str, object]) -> None:
     check("fp32", stage, 2, 3, optimizer="sgd", zero=zero)
@@ -89,3 +90,9 @@ def test_group_pairs(precision: str, zero: dict[str, object]) -> None:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_division_of_gradients(stage: int, config: dict[str, object]) -> None:
     check("fp32", stage, 2, 2, optimizer="sgd", **config)
+
+
+@distributed([1, 2, 3, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_fp16_sums(stage: int, world_size: int) -> None:
+    check("fp16-fp16", stage, 3, world_size, optimizer="sgd", loops=("engine", "plain"))
