@@ -59,10 +59,11 @@ def test_two_ranks_on_a_cpu_and_their_failure(tmp_path, environment):
     script = write(
         tmp_path,
         "s.py",
-        "import os, sys, traceback, torch, torch.distributed as dist\n"
-        # gloo's threads abort some of the processes that leave without destroying their group: exit at once
-        "sys.excepthook = lambda *error: (traceback.print_exception(*error), sys.stderr.flush(), os._exit(1))\n"
+        "import os, sys, torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
+        # gloo's threads abort some of the processes that leave without destroying their group: exit at once
+        "show = sys.excepthook\n"
+        "sys.excepthook = lambda *error: (show(*error), sys.stderr.flush(), os._exit(1))\n"
         "dist.all_reduce(torch.ones(1))\n"
         "if dist.get_rank() == 1:\n    raise ValueError('the cause')\n"
         "dist.all_reduce(torch.ones(1))\n",
