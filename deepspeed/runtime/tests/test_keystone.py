@@ -62,6 +62,7 @@ def test_matrix(stage: int, precision: str, gas: int, world_size: int) -> None:
 def test_clipping(stage: int, optimizer: str) -> None:
     check("fp32", stage, 2, 2, optimizer=optimizer, clip=0.05)
     check("bf16-fp32", stage, 1, 2, optimizer=optimizer, clip=0.05, loops=("plain",))
+    check("fp32", stage, 1, 2, optimizer=optimizer, clip=50.0)  # above the norm: nothing is scaled, least of all up
 
 
 @distributed(3)
