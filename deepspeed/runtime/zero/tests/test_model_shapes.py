@@ -173,6 +173,22 @@ class DropsBlocks(Base):
         return x
 
 
+class ShufflesBlocks(Base):
+    """Runs the blocks in two orders in turn, the same on all ranks: what is gathered ahead loses its slot, then is used."""
+
+    steps = 0
+
+    def __init__(self) -> None:
+        super().__init__(9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        # of three slots, blocks 2 and 5 share one
+        for index in (0, 1, 2, 3, 4, 5, 6, 7, 8) if self.steps % 2 else (0, 1, 5, 2, 3, 4, 6, 7, 8):
+            x = x + self.blocks[index](x)
+        return x
+
+
 class NoModuleCalls(nn.Module):
     """Parameters of the root and of modules that are never called."""
 
@@ -209,7 +225,8 @@ class AttentionModule(nn.Module):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     cls.__name__: cls for cls in (
         Base, TiedThroughFunction, ModifiesItsInput, EncoderDecoder, Interleaved, SharedBlocks, BlockInsideBlock,
-        DataclassOutput, WeightNorm, SavedViews, DetachedWeight, DropsBlocks, NoModuleCalls, FrozenInTheMiddle, AttentionModule)
+        DataclassOutput, WeightNorm, SavedViews, DetachedWeight, DropsBlocks, ShufflesBlocks, NoModuleCalls,
+        FrozenInTheMiddle, AttentionModule)
 } | {"Nested": lambda: Nested(Nested(Nested(Nested(None))))}
 
 
@@ -234,7 +251,7 @@ def test_trains_like_plain_pytorch(stage: int, name: str) -> None:
         torch.manual_seed(step)
         batches = torch.randn(2, 3, WIDTH)
         plain_optimizer.zero_grad()
-        if name == "DropsBlocks":  # one forward per step here as well
+        if name in ("DropsBlocks", "ShufflesBlocks"):  # one forward per step here as well
             loss_of(plain(batches.flatten(0, 1))).backward()
         else:
             for batch in batches:
