@@ -373,6 +373,34 @@ def test_activation_checkpointing(stage: int, reentrant: bool) -> None:
 
 @distributed(2)
 @STAGES
+@pytest.mark.parametrize("loop", ["engine", "plain"])
+def test_training_goes_on_after_a_backward_that_failed(stage: int, loop: str) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value: torch.Tensor) -> torch.Tensor:
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+            raise ArithmeticError("on purpose")
+
+    model = nn.Sequential(One(), One())
+    engine = start(model, stage)
+    inner = Fails.apply(engine.module[0](x(1))) if stage < 3 else None
+    run = (lambda loss: engine.backward(loss)) if loop == "engine" else (lambda loss: loss.backward())
+    if inner is not None:
+        with pytest.raises(ArithmeticError, match="on purpose"):
+            run(engine.module[1](inner).sum())
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        run(engine(Fails.apply(x(1).requires_grad_())).sum())
+    run(engine(x(1)).sum())
+    engine.step()
+    with engine.gathered():
+        assert [block.linear.weight.item() for block in model] == [0.875, 0.875]
+
+
+@distributed(2)
+@STAGES
 def test_two_backwards_over_one_graph(stage: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(5)))

@@ -9,6 +9,7 @@ first hook of that backward queues `flush` as a callback of the autograd engine,
 """
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from deepspeed.comm.consistency import RankConsistency
 from deepspeed.comm.topology import Group
 from deepspeed.errors import UsageError
 from deepspeed.runtime.zero.bucket import ParamBucket
+
+logger = logging.getLogger(__name__)
 
 MAX_REDUCTIONS_IN_FLIGHT = 2  # two staging buffers: one on the wire, one being filled
 
@@ -119,8 +122,10 @@ class GradientReducer:
             self._on_end()
 
     def abort(self) -> None:
-        """Leave a backward that failed: drop what came, so that the next one starts clean."""
+        """Leave a backward that failed: drop the gradients of this window, so that the next one starts clean."""
         if self.in_backward:
+            logger.warning("a backward pass failed: the gradients of its accumulation window are dropped on this rank. Repeat "
+                           "the window on every rank.", extra={"all_ranks": True})
             self.in_backward = False
             for bucket in self.buckets:
                 bucket.zero_grad()
