@@ -26,11 +26,11 @@ class Stack(nn.Module):
 
 
 def living_bytes() -> int:
-    """Return the bytes of all distinct tensor storages that Python can reach."""
+    """Return the bytes of all distinct tensor storages that Python can reach; what a compiler traces with has no memory."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor) and not thing.is_meta:
+        if type(thing) in (torch.Tensor, nn.Parameter) and not thing.is_meta:
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
