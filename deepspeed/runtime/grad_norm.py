@@ -10,7 +10,6 @@ from deepspeed.comm.consistency import RankConsistency
 from deepspeed.comm.topology import Group
 from deepspeed.runtime.zero.bucket import ParamBucket
 
-
 NORM_RUN_NUMEL = 2 ** 14
 
 

@@ -46,7 +46,6 @@ class ParamBucket:
         self.layout = cut_by_bucket([parameter.numel() for parameter in spec.params], pair.shard.size)
         self.device = spec.params[0].device
         self.shapes = tuple(parameter.shape for parameter in spec.params)
-        self.numel = sum(self.layout.numels)
         self.full_numel, self.shard_numel = self.layout.full_numel, self.layout.shard_numel
         self.state = BucketState.SHARDED
         self._pending: Pending | None = None
@@ -89,18 +88,16 @@ class ParamBucket:
         rank = self.pair.shard.rank
         return full[rank * self.shard_numel:(rank + 1) * self.shard_numel]
 
-    def full_views(self, flat: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Return one view per parameter, in its shape, of `flat` (default: the full parameter storage)."""
-        if flat is not None:
-            return self._cut(flat)
+    def full_views(self) -> list[torch.Tensor]:
+        """Return one view per parameter, in its shape, of the full storage."""
         flat = self.storage.tensor
         if self._views is None or self._views[0] is not flat:
             self._views = (flat, self._cut(flat))
         return self._views[1]
 
-    def slice_on_rank(self, index: int, rank: int | None = None) -> ParamSlice | None:
-        """Return where parameter `index` lies in the shard of `rank` of the shard group (default: mine)."""
-        return self.layout.slice_on(index, self.pair.shard.rank if rank is None else rank)
+    def slice_on_rank(self, index: int) -> ParamSlice | None:
+        """Return where parameter `index` lies in this rank's shard; None when it holds no element of it."""
+        return self.layout.slice_on(index, self.pair.shard.rank)
 
     def start_gather(self, why: str = "") -> None:
         """Launch the gather unless the full values are here or on their way."""
@@ -176,11 +173,6 @@ class ParamBucket:
     def is_held(self) -> bool:
         """In use: neither released nor evicted."""
         return self.holds > 0 or self.pins > 0
-
-    def store_shard(self) -> None:
-        """Copy this rank's chunk of the full tensor into the shard (after somebody changed the full values)."""
-        if self.is_sharded:
-            self.shard.copy_(self.own_chunk(self.storage.tensor))
 
     def check_tripwire(self) -> None:
         """Raise UsageError when somebody filled a released parameter. CPU only: on a GPU the look would stall the host."""

@@ -101,7 +101,6 @@ class ParamCoordinator:
         self._phase = Phase.EVALUATION
         self._idle: list[ParamBucket] = []
         self._stack: list[Scope] = []  # scopes whose forward is running, outermost first
-        self._in_backward = False
         self._scopes_in_backward: set[Scope] = set()
         self._backward_open: dict[ParamBucket, int] = {}  # held by a backward use -> scopes whose input gradients are missing
         self._grads_complete: set[ParamBucket] = set()
@@ -164,13 +163,11 @@ class ParamCoordinator:
     def start_backward(self) -> None:
         """A backward begins (told by the reducer)."""
         self._drop_holds()
-        self._in_backward = True
         self._phase = Phase.BACKWARD
         self._grads_complete.clear()
 
     def end_backward(self) -> None:
         """The whole backward is over: nothing is in use."""
-        self._in_backward = False
         self._backward_open.clear()
         for scope in self._scopes_in_backward:
             scope.backward_uses = 0
@@ -288,10 +285,10 @@ class ParamCoordinator:
                                self._phase.value, bucket.name, scope.name)
             self._consistency.agree(f"{self._phase.value} {trace.position}: bucket {bucket.name} for module {scope.name}")
         bucket.start_gather(f"module {scope.name}")
-        self._prefetch(trace, bucket)
+        self._prefetch(trace)
         bucket.finish_gather()
 
-    def _prefetch(self, trace: _Trace, current: ParamBucket) -> None:
+    def _prefetch(self, trace: _Trace) -> None:
         if self._limits.prefetch_numel == 0:
             return
         live = sum(bucket.full_numel for bucket in self.buckets

@@ -160,14 +160,6 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
             if not bucket.is_sharded:
                 bucket.start_gather("the update")
 
-    def refresh_masters(self, buckets: Sequence[ParamBucket] | None = None) -> None:
-        """Make the masters follow shards that somebody wrote, where the two disagree; equal elements keep their precision."""
-        for bucket in self.buckets if buckets is None else buckets:
-            master = self._masters.get(bucket)
-            if master is not None and master is not bucket.shard:
-                changed = master.to(bucket.shard.dtype) != bucket.shard
-                master.copy_(torch.where(changed, bucket.shard.to(master.dtype), master))
-
     def refresh_fp32_params(self) -> None:  # public path
         """Set the fp32 masters from the low-precision weights."""
         for bucket, master in self._masters.items():

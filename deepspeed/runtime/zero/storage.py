@@ -42,17 +42,6 @@ class FullStorage:
         """The flat tensor; valid after `allocate` and before `free`."""
         return self._own if self._slot is None else self._slot.tensor
 
-    @property
-    def has_slot(self) -> bool:
-        return self._slot is not None
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes this bucket keeps by itself now (a shared slot counts for its tenant)."""
-        if self._slot is None:
-            return self._own.untyped_storage().nbytes()
-        return self._slot.tensor.untyped_storage().nbytes() if self.is_current else 0
-
     def move_to_slot(self, slot: Slot | None) -> None:
         """Use `slot` from now on (None: storage of its own). Call it while the bucket is released."""
         self._own.untyped_storage().resize_(0)
@@ -116,7 +105,6 @@ class StagingPool:
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
-        self.allocated_bytes = 0
 
     def acquire(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a 1-D buffer of `numel` elements with undefined content: the smallest free one that is large enough."""
@@ -124,9 +112,7 @@ class StagingPool:
                    if buffer.dtype == dtype and buffer.device == device and buffer.numel() >= numel]
         if fitting:
             return self._free.pop(min(fitting)[1])[:numel]
-        buffer = torch.empty(numel, dtype=dtype, device=device)
-        self.allocated_bytes += buffer.numel() * buffer.element_size()
-        return buffer
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def release(self, buffer: torch.Tensor) -> None:
         """Take a buffer back (a prefix view returned by `acquire` comes back whole)."""
