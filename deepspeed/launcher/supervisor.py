@@ -34,6 +34,8 @@ CRASH_SECONDS = 1.0
 STOP_AFTER_FAILURE = ((signal.SIGTERM, 5.0),)
 STOP_AFTER_INTERRUPT = ((signal.SIGINT, 10.0), (signal.SIGTERM, 5.0))
 STOP_AFTER_TERMINATION_SECONDS = 30.0
+# A launcher above this one may send a signal to the process and to its group: both arrive within this time and count once.
+SAME_SIGNAL_SECONDS = 0.5
 HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -91,23 +93,28 @@ class _Supervisor:
         self._exit_codes: dict[int, int] = {}
         self._last_seen_alive = dict.fromkeys(range(len(processes)), time.monotonic())
         self._context: PContext | None = None
+        self._stopped_by: signal.Signals | None = None
+        self._last_signal_at = -SAME_SIGNAL_SECONDS
+        self._signals_count = 0
 
     def run(self, ignored: list[signal.Signals]) -> int:
         """Start the processes and follow them; `ignored` signals stay ignored (nohup)."""
         try:
-            self._start(ignored)
-            while len(self._exit_codes) < len(self._processes):
+            try:
+                self._start()
+            except SignalException as interruption:  # torch's own handler, while it starts the processes
+                self._note_signal(interruption.sigval)
+            self._handle_signals(ignored)
+            while len(self._exit_codes) < len(self._processes) and self._stopped_by is None:
                 self._follow(POLL_SECONDS)
                 if any(self._exit_codes.values()):
                     return self._end_after_failure()
-            return 0
-        except SignalException as interruption:
-            return self._end_after_signal(signal.Signals(interruption.sigval))
+            return 0 if self._stopped_by is None else self._end_after_signal(self._stopped_by)
         finally:
             if self._context is not None:
                 self._context.close(signal.SIGKILL)
 
-    def _start(self, ignored: list[signal.Signals]) -> None:
+    def _start(self) -> None:
         self._context = start_processes(
             name="deepspeed",
             entrypoint=self._processes[0].command[0],
@@ -115,11 +122,20 @@ class _Supervisor:
             envs={index: dict(process.environment) for index, process in enumerate(self._processes)},
             logs_specs=self._output,
         )
-        # start_processes() has made the signals in HANDLED_SIGNALS raise SignalException.
-        for number in ignored:
-            signal.signal(number, signal.SIG_IGN)
+
+    def _handle_signals(self, ignored: list[signal.Signals]) -> None:
+        """Note signals instead of raising as start_processes() made them do: a second one may come at any moment."""
+        for number in HANDLED_SIGNALS:
+            signal.signal(number, signal.SIG_IGN if number in ignored else lambda received, _: self._note_signal(received))
         for number in FORWARDED_SIGNALS:
             signal.signal(number, lambda received, frame: self._signal_running(received))
+
+    def _note_signal(self, number: int) -> None:
+        now = time.monotonic()
+        if now - self._last_signal_at >= SAME_SIGNAL_SECONDS:
+            self._signals_count += 1
+        self._last_signal_at = now
+        self._stopped_by = self._stopped_by or signal.Signals(number)
 
     def _follow(self, timeout: float) -> None:
         """Pass output on for up to `timeout` seconds, then note which ranks have ended."""
@@ -145,9 +161,13 @@ class _Supervisor:
                 logger.debug("local rank %d ended before it could get signal %d", local_rank, number)
 
     def _wait_until_ended(self, local_ranks: Sequence[int], seconds: float) -> None:
-        deadline = time.monotonic() + seconds
+        """Wait for up to `seconds`; another signal to this process in the meantime ends the wait."""
+        deadline, signals_count = time.monotonic() + seconds, self._signals_count
         while not self._exit_codes.keys() >= set(local_ranks) and time.monotonic() < deadline:
             self._follow(POLL_SECONDS)
+            if self._signals_count > signals_count:
+                logger.warning("interrupted again: no longer waiting for the ranks", extra={"all_ranks": True})
+                return
 
     def _end_after_failure(self) -> int:
         self._output.expect_end()
@@ -218,11 +238,8 @@ class _Supervisor:
         """
         running, pids = self._running(), self._context.pids()
         for number, seconds in steps:
-            try:
-                self._signal_running(number)
-                self._wait_until_ended(running, seconds)
-            except SignalException:
-                logger.warning("interrupted again: no longer waiting for the ranks", extra={"all_ranks": True})
+            self._signal_running(number)
+            self._wait_until_ended(running, seconds)
         for local_rank in running:
             try:
                 # Also when the rank has ended: its data loader workers and the like may not have.

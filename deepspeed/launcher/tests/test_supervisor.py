@@ -244,6 +244,7 @@ def test_control_c_goes_on_to_stronger_signals(tmp_path, monkeypatch):
     def twice(job: Job) -> None:
         job.send(signal.SIGINT)
         wait_until(lambda: job.said("int") == 2)
+        time.sleep(supervisor.SAME_SIGNAL_SECONDS + 0.1)
         job.send(signal.SIGINT)
 
     started = time.monotonic()
@@ -255,6 +256,19 @@ def test_control_c_goes_on_to_stronger_signals(tmp_path, monkeypatch):
 def test_termination_lets_the_ranks_finish(tmp_path, number):
     job = Job(tmp_path, f"signal.signal({int(number)}, lambda *_: (time.sleep(0.3), say('saved'), sys.exit(0)))")
     assert job.run(lambda job: job.send(number)) == 128 + number
+    assert job.said("saved") == 2
+
+
+def test_a_burst_of_signals_counts_once(tmp_path):
+    """A launcher above this one signals the process and its group: the ranks still get the time to finish."""
+    job = Job(tmp_path, "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), say('saved'), sys.exit(0)))")
+
+    def burst(job: Job) -> None:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+            job.send(number)
+            time.sleep(0.02)
+
+    assert job.run(burst) == 128 + signal.SIGTERM
     assert job.said("saved") == 2
 
 
