@@ -32,7 +32,7 @@ class FullStorage:
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device):
         self._own = torch.empty(numel, dtype=dtype, device=device)
         self._own_bytes = self._own.untyped_storage().nbytes()
-        self._own.untyped_storage().resize_(0)
+        self._empty_own()
         self._slot: Slot | None = None
         self._left_slot: Slot | None = None  # to return to when the last pin ends
         self.is_current = False
@@ -44,7 +44,7 @@ class FullStorage:
 
     def move_to_slot(self, slot: Slot | None) -> None:
         """Use `slot` from now on (None: storage of its own). Call it while the bucket is released."""
-        self._own.untyped_storage().resize_(0)
+        self._empty_own()
         if self._slot is not None and self._slot.tenant is not None and self._slot.tenant.storage is self:
             self._slot.tenant = None
         self._slot = slot
@@ -96,8 +96,14 @@ class FullStorage:
     def free(self) -> None:
         """Give back storage of its own; a slot keeps its bytes until another bucket needs it."""
         if self._slot is None:
-            self._own.untyped_storage().resize_(0)
+            self._empty_own()
             self.is_current = False
+
+    def _empty_own(self) -> None:
+        if not self._own.untyped_storage().resizable():
+            # A numpy array shares it, which torch must not pull away: leave it to the array.
+            self._own = torch.empty_like(self._own)
+        self._own.untyped_storage().resize_(0)
 
 
 class StagingPool:

@@ -282,3 +282,15 @@ def test_iter_full_parameters_gathers_one_bucket_at_a_time() -> None:
     next(iterator)
     iterator.close()
     assert not any(bucket.is_full for bucket in engine._parts.buckets if bucket.is_sharded)
+
+
+@distributed(2)
+def test_numpy_arrays_of_gathered_parameters_stay_valid() -> None:
+    engine = engine_of(3, persistence_threshold=0)
+    weight = engine.module.head.weight
+    for steps in range(2):
+        with GatheredParameters([weight]):
+            array, expected = weight.detach().numpy(), weight.detach().clone()
+        assert torch.equal(torch.from_numpy(array), expected)
+        train(engine, steps, steps + 1)
+    assert weight.isnan().all()
