@@ -30,6 +30,8 @@ LAYERS = {
     "deepspeed.utils": 0,
     "deepspeed.utils.groups": 1,
     "deepspeed.utils.tensor_fragment": 3,
+    "deepspeed.utils.zero_to_fp32": 4,
+    "deepspeed.utils.zero_to_torch": 4,
     "deepspeed.comm": 1,
     "deepspeed.ops": 1,
     "deepspeed.runtime.base_optimizer": 1,

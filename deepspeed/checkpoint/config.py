@@ -46,6 +46,10 @@ class CheckpointConfig(DeepSpeedConfigModel):
     parallel_write: ParallelWriteConfig = Field(ParallelWriteConfig(), description="Parallel writing.")
     checkpoint_serialization: Bool = Field(True, description=(
         "Uses the zip container of torch.save (false: legacy container)."))
+    async_save: Bool = Field(False, description=(
+        "Training goes on once the state is in host memory; the files are written meanwhile."))
+    load_fallback: Bool = Field(False, description=(
+        "load_checkpoint without a tag goes back to an earlier one when the latest is damaged."))
     writer: CheckpointWriterConfig | None = Field(None, description="Fast writer settings.")
 
 

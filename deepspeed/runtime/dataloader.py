@@ -1,5 +1,6 @@
 """Data loaders: one that gives every rank its share of a dataset, and one that starts over at the end."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 
@@ -48,7 +49,7 @@ class RepeatingLoader:
         return len(self.loader)
 
     def _restart(self) -> None:
-        self._epoch += 1
+        self._epoch = self.loader.next_epoch if isinstance(self.loader, DeepSpeedDataLoader) else self._epoch + 1
         # The loader may be anybody's: only what it offers can tell.
         for owner in (self.loader, getattr(self.loader, "sampler", None)):
             set_epoch = getattr(owner, "set_epoch", None)
@@ -111,15 +112,40 @@ class DeepSpeedDataLoader:
         self.data_sampler = data_sampler
         if self._owns_sampler:
             self.data_sampler = _shuffling_sampler(dataset, data_parallel_world_size, data_parallel_rank)
+        self._world_size = data_parallel_world_size or (dist.get_world_size() if dist.is_initialized() else 1)
         self._next_epoch = 0
+        self._batches_drawn = 0  # in the pass before `_next_epoch`
+        self._samples_to_skip = 0  # of this rank, at the beginning of the next pass
 
     def __iter__(self) -> Iterator:
-        """A new pass; the default sampler's order follows the number of the pass."""
+        """A new pass; the default sampler's order follows the number of the pass, which begins with the first batch."""
         epoch = self._next_epoch
         self._next_epoch += 1
+        skipped, self._samples_to_skip = self._samples_to_skip, 0
+        self._batches_drawn = skipped // self.batch_size
         if self._owns_sampler:
             self.data_sampler.set_epoch(epoch)
-        return self._batches(iter(self._new_dataloader()), epoch)
+        batches = iter(self._new_dataloader(skipped))
+        if self.data_sampler is None:  # an IterableDataset has no places to go to
+            batches = itertools.islice(batches, skipped // self.batch_size, None)
+        yield from self._batches(batches, epoch)
+
+    @property
+    def next_epoch(self) -> int:
+        """The number of the next pass."""
+        return self._next_epoch
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where the run stands in the data: the pass, and the samples that all ranks took of it together."""
+        if self._next_epoch == 0:
+            return {"epoch": 0, "consumed_samples": self._samples_to_skip * self._world_size}
+        return {"epoch": self._next_epoch - 1, "consumed_samples": self._batches_drawn * self.batch_size * self._world_size}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Make the next pass go on where `state_dict` of a run on any number of ranks stood."""
+        self._next_epoch = state["epoch"]
+        self._samples_to_skip = state["consumed_samples"] // self._world_size
+        self._batches_drawn = 0
 
     def __len__(self) -> int:
         """Batches per pass. Raises: TypeError for an IterableDataset without a length."""
@@ -129,16 +155,19 @@ class DeepSpeedDataLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass number `epoch`, for the sampler too if it wants to know."""
+        if epoch != self._next_epoch:
+            self._samples_to_skip = 0  # they were taken of another pass
         self._next_epoch = epoch
         set_epoch = getattr(self.data_sampler, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
 
-    def _new_dataloader(self) -> DataLoader:
+    def _new_dataloader(self, skipped: int) -> DataLoader:
+        sampler = self.data_sampler
         return DataLoader(
             self.dataset,
             batch_size=self.batch_size,
-            sampler=self.data_sampler,
+            sampler=_Rest(sampler, skipped) if skipped and sampler is not None else sampler,
             pin_memory=self.pin_memory,
             collate_fn=self.collate_fn,
             num_workers=self.num_local_io_workers,
@@ -153,7 +182,21 @@ class DeepSpeedDataLoader:
                 batch = next(batches)
             except StopIteration:
                 return
+            self._batches_drawn += 1
             yield batch if self.post_process_func is None else self.post_process_func(batch, {"epoch": epoch})
+
+
+class _Rest(Sampler):
+    """The samples of `sampler` from position `start` on."""
+
+    def __init__(self, sampler: Sampler, start: int) -> None:
+        self.sampler, self.start = sampler, start
+
+    def __iter__(self) -> Iterator:
+        return itertools.islice(iter(self.sampler), self.start, None)
+
+    def __len__(self) -> int:
+        return max(len(self.sampler) - self.start, 0)
 
 
 def _shuffling_sampler(dataset: Dataset, world_size: int | None, rank: int | None) -> DistributedSampler:

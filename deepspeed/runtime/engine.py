@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from torch.utils._pytree import tree_map
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.rank_files import load_rank_file, save_rank_file
+from deepspeed.checkpoint.restore import CheckpointLoader, LoadOptions
+from deepspeed.checkpoint.writer import CheckpointWriter
 from deepspeed.comm.topology import Topology
 from deepspeed.errors import DeepSpeedConfigError, PlanError, UsageError
 from deepspeed.runtime import progress
@@ -282,27 +284,41 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
     def save_checkpoint(self, save_dir: str | os.PathLike[str], tag: str | None = None,
                         client_state: Mapping[str, Any] | None = None, save_latest: bool = True,
                         exclude_frozen_parameters: bool = False) -> bool:
-        """Write one file per rank into `save_dir/tag` and, last, the file `latest`. Collective.
+        """Write the run into `save_dir/tag` and, last, the file `latest`. Collective; returns True.
 
-        Loads on the same number of ranks, stage and model. tag: `global_step<n>` by default.
+        The folder appears whole or not at all, and loads into any ZeRO stage and number of ranks. tag: `global_step<n>` by
+        default. client_state: plain values and tensors, which `load_checkpoint` gives back. exclude_frozen_parameters: leave
+        out parameters that do not require gradients. With `checkpoint.async_save` the files may still be in writing at the
+        return; see `wait_for_checkpoint`.
+        Raises: ValueError for an empty save_dir; CheckpointError, the same on every rank, when it cannot be written.
         """
         if not save_dir:
             raise ValueError("save_checkpoint needs a directory, got an empty save_dir.")
         tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
-        save_rank_file(self, save_dir, tag, dict(client_state or {}), save_latest, exclude_frozen_parameters)
+        self._checkpoint_writer.save(Path(save_dir), tag, client_state or {}, updates_latest=save_latest,
+                                     excludes_frozen=exclude_frozen_parameters)
         return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the last `save_checkpoint` is on the disk. Raises: CheckpointError, the same on every rank."""
+        self._checkpoint_writer.wait()
 
     def load_checkpoint(self, load_dir: str | os.PathLike[str], tag: str | None = None, load_module_strict: bool = True,
                         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
                         load_module_only: bool = False,
                         custom_load_fn: Callable[..., Any] | None = None) -> tuple[str | None, dict[str, Any] | None]:
-        """Load what `save_checkpoint` wrote; return (path, client state), or (None, None) when there is no `latest`."""
-        if custom_load_fn is not None:
-            raise UsageError("load_checkpoint(custom_load_fn=...) is not available yet. Load the state dict yourself with "
-                             "engine.module.load_state_dict.")
-        return load_rank_file(self, load_dir, None if tag is None else str(tag), load_module_strict,
-                              load_optimizer_states and not load_module_only,
-                              load_lr_scheduler_states and not load_module_only, load_module_only)
+        """Load what `save_checkpoint` (here or upstream) wrote at any stage and number of ranks; return (folder, client
+        state), or (None, None) when there is no `latest` file. Collective.
+
+        tag: the latest by default. load_module_strict: names in model and checkpoint must be the same. load_module_only:
+        weights and buffers, nothing else. load_optimizer_states: without them, the masters start from the stored weights.
+        custom_load_fn: called with `src` (the full state dict) and `dst` (the module) instead of loading the weights.
+        Raises: CheckpointError, the same on every rank; what it finds before the first change leaves the run as it is.
+        """
+        self.wait_for_checkpoint()
+        options = LoadOptions(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only,
+                              custom_load_fn)
+        return self._checkpoint_loader.load(Path(load_dir), None if tag is None else str(tag), options)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
@@ -311,6 +327,9 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         if self.__dict__.get("_is_destroyed", True):
             return
         self._is_destroyed = True
+        writer = self.__dict__.get("_checkpoint_writer")
+        if writer is not None:
+            writer.close()
         parts = self.__dict__.get("_parts")
         if parts is not None:
             parts.coordinator.finish_pending()
@@ -364,6 +383,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         self.lr_scheduler = choose_scheduler(lr_scheduler, self._parts.optimizer, self.basic_optimizer, config)
         self.training_dataloader = None
         self.param_names = {parameter: name for name, parameter in model.named_parameters()}
+        self._checkpoint_writer, self._checkpoint_loader = CheckpointWriter(self), CheckpointLoader(self)
 
     def _reduces_at_boundary(self) -> bool:
         """Whether the running backward should reduce gradients that are kept whole. With user-owned accumulation the

@@ -1,6 +1,7 @@
 """Getters of the engine that clients call, one line each. They report decisions; nothing inside the package asks them."""
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.checkpoint import weights
 from deepspeed.comm.topology import Topology
-from deepspeed.errors import UsageError
+from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.plan import Plan
@@ -347,10 +349,22 @@ class EngineAccessors:
                     state.pop(prefix + name, None)
         return state
 
+    def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin",
+                         exclude_frozen_parameters: bool = False) -> bool:
+        """Write the full weights into one file, in their training dtypes; see `deepspeed/checkpoint/weights.py`. Collective."""
+        return weights.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
+
+    def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
+        """The old name of `save_16bit_model`."""
+        return self.save_16bit_model(save_dir, save_filename)
+
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> OrderedDict[str, Any] | None:
-        """Return full tensors on the CPU of rank 0, None elsewhere. Collective. Raises: UsageError below stage 3."""
+        """Return full tensors on the CPU of rank 0, None elsewhere. Collective.
+
+        Raises: CheckpointError (a ValueError) below stage 3.
+        """
         if self.plan.stage != 3:
-            raise UsageError("this function requires ZeRO-3 mode; below stage 3, state_dict() is complete.")
+            raise CheckpointError("this function requires ZeRO-3 mode; below stage 3, state_dict() is complete.")
         return consolidated_state_dict(self.module, exclude_frozen=exclude_frozen_parameters)
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> OrderedDict[str, Any] | None:

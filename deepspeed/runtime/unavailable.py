@@ -61,7 +61,6 @@ UNAVAILABLE = (
            "zero_optimization.zero_quantized_gradients", "zero_optimization.zero_quantized_nontrainable_weights"),
     *_rows("error feedback of quantized gradients", _is_given, "zero_optimization.zeropp_loco_param"),
     *_rows("ZenFlow", _is_given, "zero_optimization.zenflow"),
-    *_rows("elastic checkpointing", _is_true, "zero_optimization.elastic_checkpoint"),
     *_rows("activation checkpointing", _is_true, "activation_checkpointing.partition_activations",
            "activation_checkpointing.cpu_checkpointing", "activation_checkpointing.contiguous_memory_optimization",
            "activation_checkpointing.synchronize_checkpoint_boundary", "activation_checkpointing.profile"),
@@ -81,8 +80,6 @@ UNAVAILABLE = (
            *(f"compression_training.{technique}.shared_parameters.enabled" for technique in
              ("weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning",
               "channel_pruning"))),
-    *_rows("the universal checkpoint", _is_true, "checkpoint.load_universal"),
-    *_rows("node-local checkpoint storage", _is_true, "checkpoint.use_node_local_storage"),
     *_rows("parallel checkpoint writing", _is_true, "checkpoint.parallel_write.pipeline_stage"),
     *_rows("the fast checkpoint writer", _is_given, "checkpoint.writer"),
     *_rows("Nebula checkpointing", _is_true, "nebula.enabled"),

@@ -6,7 +6,7 @@ parameter. An elementwise optimizer gets flat pieces (few, large); any other get
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,11 @@ from deepspeed.runtime.grad_norm import global_grad_norm
 from deepspeed.runtime.zero.bucket import ParamBucket
 from deepspeed.runtime.zero.layout import ParamSlice
 from deepspeed.runtime.zero.reducer import GradientReducer
+
+
+MASTER_KEY = "fp32"  # what element_states() calls the masters
+# Entries of a param group that say where and how the update runs, not what it computes: a checkpoint does not set them.
+_NOT_HYPERPARAMETERS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +74,8 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
         self._pieces = [piece for bucket in self.buckets for piece in self._cut(bucket, flat=is_elementwise)]
         self._location = {parameter: (bucket, index) for bucket in self.buckets
                           for index, parameter in enumerate(bucket.params)}
+        self.grouped_params = [[parameter for parameter in group["params"] if parameter in self._location]
+                               for group in inner.param_groups]
         self._hand_over()
         # an elementwise optimizer keeps all its state per piece, so it may step some pieces at a time
         self._turns = _split(self.buckets, update_numel) if is_elementwise else [self.buckets]
@@ -258,6 +265,57 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
             return full.reshape(-1)[:0]
         return full.reshape(-1)[fragment.slice.param_start:fragment.slice.param_start + fragment.slice.numel]
 
+    # ---- the whole state, by piece -----------------------------------------------------------------------------------
+
+    def element_states(self) -> dict[str, dict[Piece, torch.Tensor]]:
+        """Return what has one value per element, as 1-D views of this rank's pieces by state key; "fp32" are the masters."""
+        states: dict[str, dict[Piece, torch.Tensor]] = {
+            MASTER_KEY: {piece: piece.tensor.detach().view(-1) for piece in self._pieces}}
+        for piece in self._pieces:
+            for key, value in self.optimizer.state.get(piece.tensor, {}).items():
+                if _is_per_element(value, piece):
+                    states.setdefault(key, {})[piece] = value.detach().view(-1)
+        return states
+
+    def other_states(self) -> dict[Piece, dict[str, Any]]:
+        """Return the rest of the inner optimizer's state by piece: step counts, and tensors of other shapes."""
+        return {piece: {key: value for key, value in self.optimizer.state.get(piece.tensor, {}).items()
+                        if not _is_per_element(value, piece)} for piece in self._pieces}
+
+    def pieces_of(self, bucket: ParamBucket) -> list[Piece]:
+        """Return this rank's pieces of a bucket."""
+        return self._pieces_of[bucket]
+
+    @torch.no_grad()
+    def restore_masters(self, local_master: Callable[[ParamBucket, int], torch.Tensor | None]) -> None:
+        """Set the masters to what `local_master(bucket, index)` returns for this rank's slices (1-D; None leaves one as it
+        is). They reach the parameters with `publish`."""
+        for bucket, master in self._masters.items():
+            for index in range(len(bucket.params)):
+                held = bucket.slice_on_rank(index)
+                value = None if held is None else local_master(bucket, index)
+                if value is not None:
+                    master[held.shard_start:held.shard_end].copy_(value)
+
+    def restore_states(self, states: Mapping[Piece, dict[str, Any]], groups: Sequence[Mapping[str, Any]] | None) -> None:
+        """Replace the inner optimizer's state by `states`, whose tensors have their piece's elements or a shape of their own.
+
+        groups: saved hyperparameters per param group, None keeps the current ones.
+        """
+        current = self.optimizer.param_groups
+        numbers = {piece: number for number, piece in enumerate(
+            piece for group_id in range(len(current)) for piece in self._pieces if piece.group_id == group_id)}
+        saved_groups = []
+        for group_id, group in enumerate(current):
+            saved = {} if groups is None else {key: value for key, value in groups[group_id].items()
+                                               if key not in _NOT_HYPERPARAMETERS}
+            saved_groups.append({**group, **saved, "params": [numbers[piece] for piece in numbers
+                                                              if piece.group_id == group_id]})
+        self.optimizer.load_state_dict({
+            "state": {numbers[piece]: {key: value.view(piece.tensor.shape) if _is_per_element(value, piece) else value
+                                       for key, value in state.items()} for piece, state in states.items() if state},
+            "param_groups": saved_groups})
+
     # ---- state dict --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -323,6 +381,10 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
                 state = _cut_state(piece, old_state)
                 if state:
                     self.optimizer.state[piece.tensor] = state
+
+
+def _is_per_element(value: Any, piece: Piece) -> bool:
+    return torch.is_tensor(value) and value.dim() > 0 and value.numel() == piece.stop - piece.start
 
 
 def _split(buckets: Sequence[ParamBucket], numel: int) -> list[list[ParamBucket]]:

@@ -16,13 +16,6 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 class _GroupedOptimizer(ShardedOptimizer):
     """Lists of parameters and masters by param group."""
 
-    def _params_by_group(self) -> list[list[nn.Parameter]]:
-        groups: list[list[nn.Parameter]] = [[] for _ in self.param_groups]
-        for bucket in self.buckets:
-            for parameter, group_id in zip(bucket.params, bucket.spec.group_ids):
-                groups[group_id].append(parameter)
-        return groups
-
     def _masters_by_group(self) -> list[list[torch.Tensor]]:
         return [list(group["params"]) for group in self.param_groups]
 
@@ -33,7 +26,7 @@ class DeepSpeedZeroOptimizer(_GroupedOptimizer):
     @property
     def bit16_groups(self) -> list[list[nn.Parameter]]:
         """The parameters of each param group."""
-        return self._params_by_group()
+        return self.grouped_params
 
     @property
     def single_partition_of_fp32_groups(self) -> list[list[torch.Tensor]]:
@@ -54,7 +47,7 @@ class DeepSpeedZeroOptimizer_Stage3(_GroupedOptimizer):
     @property
     def fp16_groups(self) -> list[list[nn.Parameter]]:
         """The parameters of each param group."""
-        return self._params_by_group()
+        return self.grouped_params
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
@@ -69,7 +62,7 @@ class DeepSpeedZeroOptimizer_Stage3(_GroupedOptimizer):
     @property
     def persistent_parameters(self) -> list[nn.Parameter]:
         """The trainable parameters that are never released."""
-        return [parameter for group in self._params_by_group() for parameter in group
+        return [parameter for group in self.grouped_params for parameter in group
                 if home_of(parameter) is not None and parameter.ds_persist]
 
     def empty_partition_cache(self) -> None:
@@ -84,7 +77,7 @@ class BF16_Optimizer(_GroupedOptimizer):
     @property
     def bf16_groups(self) -> list[list[nn.Parameter]]:
         """The parameters of each param group."""
-        return self._params_by_group()
+        return self.grouped_params
 
     @property
     def fp32_groups_flat_partition(self) -> list[list[torch.Tensor]]:
@@ -98,7 +91,7 @@ class FP16_UnfusedOptimizer(_GroupedOptimizer):
     @property
     def fp16_groups(self) -> list[list[nn.Parameter]]:
         """The parameters of each param group."""
-        return self._params_by_group()
+        return self.grouped_params
 
     @property
     def fp32_groups(self) -> list[list[torch.Tensor]]:

@@ -1,0 +1,189 @@
+"""What goes into each checkpoint file: dicts with upstream's keys, in host memory.
+
+The optimizer's part comes in three forms, as upstream's files have them: per parameter (stage 0), one flat tensor per group
+(stages 1 and 2), one per sub-group (stage 3). `LiveState` supplies the elements and `fill_shard` brings them here.
+"""
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.checkpoint.exchange import Local, Member, fill_shard
+from deepspeed.checkpoint.format import EXTRA_STATE, PARAM_NAMES
+from deepspeed.checkpoint.live_state import LiveState, split_scalars
+from deepspeed.checkpoint.upstream_layout import group_layout, split_subgroups, subgroup_layout, tail_padding
+from deepspeed.comm.topology import Group
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler, LossScalerBase
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.runtime.zero.layout import ShardLayout
+from deepspeed.runtime.zero.optimizer import MASTER_KEY
+from deepspeed.utils.tensor_fragment import fragment_address
+from deepspeed.version import __version__
+
+
+def whole_optimizer(live: LiveState, scaler: LossScalerBase, has_masters: bool) -> dict[str, Any]:
+    """Return the optimizer's entry of a stage 0 model file: state per parameter, numbered over all groups.
+
+    has_masters: the parameters have 16 bits, and their fp32 masters come along.
+    """
+    members = [member for group in live.groups for member in group]
+    state: dict[int, dict[str, Any]] = {}
+    for number, member in enumerate(members):
+        entry = dict(live.scalars.get(member.name, {}))
+        for key in live.keys:
+            if key != MASTER_KEY and _has_elements(live, key, member):
+                entry[key] = _whole(live.local(key), member, live.keys[key])
+        if entry:
+            state[number] = entry
+    groups, first = [], 0
+    for members_of_group, settings in zip(live.groups, live.hyperparameters):
+        numbers = list(range(first, first + len(members_of_group)))
+        groups.append({**settings, "params": numbers, PARAM_NAMES: [member.name for member in members_of_group]})
+        first += len(members_of_group)
+    plain = {"state": state, "param_groups": groups}
+    if not has_masters:
+        return plain
+    dynamic = {"last_overflow_iter": scaler.last_overflow_iter, "scale_factor": scaler.scale_factor,
+               "scale_window": scaler.scale_window} if isinstance(scaler, DynamicLossScaler) else {}
+    masters = live.local(MASTER_KEY)
+    return {
+        "dynamic_loss_scale": scaler.dynamic, "cur_scale": scaler.value, "cur_iter": getattr(scaler, "cur_iter", 0),
+        **dynamic, "loss_scaler": _portable(scaler), "optimizer_state_dict": plain,
+        "fp32_groups": [[_whole(masters, member, live.keys[MASTER_KEY]) for member in group] for group in live.groups]}
+
+
+def grouped_optimizer(live: LiveState, scaler: LossScalerBase, shard: Group, *, stage: int, clip: float, overflow: bool,
+                      is_elastic: bool) -> dict[str, Any]:
+    """Return this rank's `optimizer_state_dict` of stages 1 and 2: one run of every group's flat tensors. Collective.
+
+    is_elastic: leave padding out of the optimizer's state, in upstream's `elastic_checkpoint` form.
+    """
+    layouts = [group_layout([member.shape.numel() for member in group], shard.size) for group in live.groups]
+    flats = [_flats(live, group, layout, shard) for group, layout in zip(live.groups, layouts)]
+    paddings = [tail_padding(layout, shard.rank) for layout in layouts]
+    masters = [_without_padding(flat[MASTER_KEY], padding) for flat, padding in zip(flats, paddings)]
+    common, extra = _split_all(live, live.groups)
+    states = [{**scalars, **{key: value for key, value in flat.items() if key != MASTER_KEY}}
+              for scalars, flat in zip(common, flats)]
+    groups = [{**settings, "params": [number], PARAM_NAMES: [member.name for member in group]}
+              for number, (settings, group) in enumerate(zip(live.hyperparameters, live.groups))]
+    base: Any = {"state": {number: state for number, state in enumerate(states) if state}, "param_groups": groups}
+    if is_elastic:
+        base = [{key: _without_padding(value, padding) if torch.is_tensor(value) and value.dim() > 0 else value
+                 for key, value in state.items()} for state, padding in zip(states, paddings)]
+    result = {
+        "loss_scaler": _portable(scaler), "dynamic_loss_scale": scaler.dynamic, "overflow": overflow, "clip_grad": clip,
+        "base_optimizer_state": base, "single_partition_of_fp32_groups": masters, "zero_stage": ZeroStageEnum(stage),
+        "group_paddings": paddings, "param_alignment_paddings": [[0] * len(group) for group in live.groups],
+        "partition_count": [shard.size] * len(live.groups), "ds_version": __version__,
+        "param_slice_mappings": [_slice_mapping(group, layout, shard.rank) for group, layout in zip(live.groups, layouts)],
+        EXTRA_STATE: extra}
+    if is_elastic:
+        result["base_optimizer_state_step"] = next((state["step"] for state in states if "step" in state), None)
+        result["param_groups"] = groups
+    return result
+
+
+def partitioned_optimizer(live: LiveState, scaler: LossScalerBase, shard: Group, *, overflow: bool,
+                          sub_group_size: int) -> dict[str, Any]:
+    """Return this rank's `optimizer_state_dict` of stage 3: its chunk of every parameter, by sub-group. Collective."""
+    subgroups = subgroups_of(live, shard.size, sub_group_size)
+    flats = [_flats(live, group, subgroup_layout([member.shape.numel() for member in group], shard.size), shard)
+             for _, group in subgroups]
+    common, extra = _split_all(live, [group for _, group in subgroups])
+    states = {number: {**scalars, **{key: value for key, value in flat.items() if key != MASTER_KEY}}
+              for number, (scalars, flat) in enumerate(zip(common, flats))}
+    groups = [{**settings, "params": [number for number, (of, _) in enumerate(subgroups) if of == group_id],
+               PARAM_NAMES: [member.name for member in live.groups[group_id]]}
+              for group_id, settings in enumerate(live.hyperparameters)]
+    return {
+        "zero_stage": ZeroStageEnum.weights, "loss_scaler": _portable(scaler), "dynamic_loss_scale": scaler.dynamic,
+        "overflow": overflow, "partition_count": shard.size,
+        "optimizer_state_dict": {"state": {number: state for number, state in states.items() if state},
+                                 "param_groups": groups},
+        "fp32_flat_groups": [flat[MASTER_KEY] for flat in flats], EXTRA_STATE: extra}
+
+
+def subgroups_of(live: LiveState, world_size: int, sub_group_size: int) -> list[tuple[int, list[Member]]]:
+    """Return (optimizer group, parameters) for every sub-group of stage 3."""
+    return [(group_id, group[start:stop]) for group_id, group in enumerate(live.groups)
+            for start, stop in split_subgroups([member.shape.numel() for member in group], world_size, sub_group_size)]
+
+
+def shapes_of(members: Sequence[Member]) -> OrderedDict[str, torch.Size]:
+    """Return name -> shape, in the order of the flat tensor."""
+    return OrderedDict((member.name, member.shape) for member in members)
+
+
+def frozen_fragments(live: LiveState, members: Sequence[Member], shard: Group) -> OrderedDict[str, torch.Tensor]:
+    """Return name -> this rank's chunk of every frozen parameter that lives in a bucket, padded. Collective."""
+    result: OrderedDict[str, torch.Tensor] = OrderedDict()
+    for member in members:
+        layout = subgroup_layout([member.shape.numel()], shard.size)
+        result[member.name] = live.allocate(f"frozen {member.name}", layout.shard_numel, member.bucket.dtypes.param)
+        fill_shard(result[member.name], [member], layout, live.local_frozen, shard)
+    return result
+
+
+def shared_parameters(module: nn.Module) -> dict[str, str]:
+    """Return alias -> first name of every parameter that the module holds under several names."""
+    first: dict[nn.Parameter, str] = {}
+    return {name: first[parameter] for name, parameter in module.named_parameters(remove_duplicate=False)
+            if first.setdefault(parameter, name) != name}
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that the state dict includes."""
+    return {prefix + ("." if prefix else "") + name: buffer for prefix, child in module.named_modules(remove_duplicate=False)
+            for name, buffer in child._buffers.items()
+            if buffer is not None and name not in child._non_persistent_buffers_set}
+
+
+def _flats(live: LiveState, members: Sequence[Member], layout: ShardLayout, shard: Group) -> dict[str, torch.Tensor]:
+    """Return this rank's shard of every state key over `members`; keys that none of them has are left out."""
+    flats = {}
+    for key, dtype in live.keys.items():
+        if any(_has_elements(live, key, member) for member in members) or key == MASTER_KEY:
+            flats[key] = live.allocate(f"{key} from {members[0].name}", layout.shard_numel, dtype)
+            fill_shard(flats[key], members, layout, live.local(key), shard)
+    return flats
+
+
+def _has_elements(live: LiveState, key: str, member: Member) -> bool:
+    """Whether the optimizer keeps `key` for a parameter: known alike on all ranks, from the keys its group has."""
+    return key in live.keys_of_group[member.bucket.spec.group_ids[member.index]]
+
+
+def _whole(local: Local, member: Member, dtype: torch.dtype) -> torch.Tensor:
+    if member.shape.numel() == 0:
+        return torch.zeros(member.shape, dtype=dtype)
+    return local(member).to("cpu", copy=True).view(member.shape)
+
+
+def _without_padding(flat: torch.Tensor, padding: int) -> torch.Tensor:
+    return flat[:flat.numel() - padding]
+
+
+def _split_all(live: LiveState, groups: Sequence[Sequence[Member]]) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """Return the common scalars of every group, and what single parameters (or shards of them) have beside."""
+    split = [split_scalars(group, live.scalars) for group in groups]
+    extra = {name: state for name, state in live.scalars.items() if "@" in name}
+    for _, rest in split:
+        extra.update(rest)
+    return [common for common, _ in split], extra
+
+
+def _slice_mapping(members: Sequence[Member], layout: ShardLayout, rank: int) -> OrderedDict[str, fragment_address]:
+    return OrderedDict((members[held.param].name, fragment_address(held.numel, held.shard_start))
+                       for held in layout.slices_on(rank))
+
+
+def _portable(scaler: LossScalerBase) -> LossScalerBase:
+    """Return the scaler as an object of a class that upstream knows."""
+    if isinstance(scaler, (LossScaler, DynamicLossScaler)):
+        return scaler
+    return LossScaler(scaler.value)

@@ -1,0 +1,236 @@
+"""Durable checkpoint folders: a tag folder exists whole or not at all.
+
+Note [Write aside]: everything is written into `.<tag>.partial` beside the tag folder and flushed to the disk. Only when
+all ranks have succeeded is the manifest added, the folder renamed, and, after that, `latest` replaced by a rename. A
+process that dies at any moment leaves the earlier checkpoint and `latest` as they were. To save a tag again, the old
+folder first becomes `.<tag>.replaced`; between the two renames readers find it under that name (`resolve_tag`).
+
+The manifest lists every file with its size and CRC-32. That finds truncation and damage, not forgery.
+"""
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path, PurePath
+from typing import IO, Any
+
+import torch
+
+from deepspeed.checkpoint.format import LATEST, MANIFEST
+from deepspeed.errors import CheckpointError
+from deepspeed.version import __version__
+
+MANIFEST_FORMAT = 1
+CHUNK_BYTES = 8 * 2 ** 20
+
+Advance = Callable[[int], None]
+FileEntry = dict[str, int]  # {"bytes": ..., "crc32": ...}
+
+
+def check_tag(tag: str) -> None:
+    """Raise CheckpointError for a tag that is not a plain folder name."""
+    if not tag or tag.startswith(".") or len(PurePath(tag).parts) != 1 or os.sep in tag or "\0" in tag:
+        raise CheckpointError(f"checkpoint tag {tag!r} is not a folder name (no separators, no leading dot). Choose another.")
+
+
+def partial_folder(directory: Path, tag: str) -> Path:
+    """Return where a tag is written before it is complete."""
+    return directory / f".{tag}.partial"
+
+
+def replaced_folder(directory: Path, tag: str) -> Path:
+    """Return where the earlier folder of a tag that is saved again stands for a moment."""
+    return directory / f".{tag}.replaced"
+
+
+def begin(directory: Path, tag: str) -> None:
+    """Make an empty partial folder for the tag, and end an earlier replacement that was cut short."""
+    directory.mkdir(parents=True, exist_ok=True)
+    recover(directory, tag)
+    partial = partial_folder(directory, tag)
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir()
+    target = directory / tag
+    if target.exists() and not target.is_dir():
+        raise NotADirectoryError(f"{target} is in the way: it is not a folder")
+
+
+def recover(directory: Path, tag: str) -> None:
+    """Undo or end a replacement that was cut short between its two renames."""
+    replaced = replaced_folder(directory, tag)
+    if replaced.exists():
+        if (directory / tag).exists():
+            shutil.rmtree(replaced)
+        else:
+            replaced.rename(directory / tag)
+
+
+def commit(directory: Path, tag: str, entries: Mapping[str, FileEntry], facts: Mapping[str, Any]) -> None:
+    """Make the partial folder the tag's folder, with a manifest of `entries`; an earlier folder of the tag goes."""
+    partial, target, replaced = partial_folder(directory, tag), directory / tag, replaced_folder(directory, tag)
+    manifest = {"format": MANIFEST_FORMAT, "version": __version__, **facts, "files": dict(sorted(entries.items()))}
+    write_text(partial / MANIFEST, json.dumps(manifest, indent=1))
+    _sync_folder(partial)
+    if target.exists():
+        target.rename(replaced)
+    partial.rename(target)
+    _sync_folder(directory)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def abandon(directory: Path, tag: str) -> None:
+    """Remove what was written of a tag that failed."""
+    shutil.rmtree(partial_folder(directory, tag), ignore_errors=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a small file durably: after a crash it has the old content or the new."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def write_torch_file(path: Path, content: Any, *, uses_zip: bool = True, advance: Advance | None = None) -> FileEntry:
+    """Write `content` with torch.save, flush it to the disk and return its manifest entry. Raises OSError."""
+    with open(path, "wb", buffering=0) as file:
+        writer = _ChecksummedFile(file, advance)
+        try:
+            torch.save(content, writer, _use_new_zipfile_serialization=uses_zip)
+        except RuntimeError:
+            if writer.failure is None:
+                raise
+            raise writer.failure from None  # torch goes on writing, and complains about the position
+        os.fsync(file.fileno())
+    return {"bytes": writer.size, "crc32": writer.crc32}
+
+
+class _ChecksummedFile:
+    """What torch.save writes to: passes on to `file`, adds up a CRC-32, and lets OSErrors through as they are."""
+
+    def __init__(self, file: IO[bytes], advance: Advance | None):
+        self._file, self._advance = file, advance
+        self.size, self.crc32 = 0, 0
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), CHUNK_BYTES):  # a chunk is still in the cache when its checksum is taken
+            chunk = view[start:start + CHUNK_BYTES]
+            self._write_all(chunk)
+            self.crc32 = zlib.crc32(chunk, self.crc32)
+            self.size += len(chunk)
+            if self._advance is not None:
+                self._advance(len(chunk))
+        return len(view)
+
+    def _write_all(self, chunk: memoryview) -> None:
+        written = 0
+        try:
+            while written < len(chunk):
+                written += self._file.write(chunk[written:])
+        except OSError as error:
+            self.failure = error
+            raise
+
+    def flush(self) -> None:
+        """Nothing is buffered here."""
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def resolve_tag(directory: Path, tag: str | None, pointer: str = LATEST) -> Path | None:
+    """Return the folder of a tag, by default the one that `pointer` names; None when there is no pointer file.
+
+    Raises: CheckpointError when the folder does not exist, naming the tags that do.
+    """
+    if tag is None:
+        path = directory / pointer
+        if not path.is_file():
+            return None
+        tag = path.read_text(encoding="utf-8").strip()
+    for folder in (directory / tag, replaced_folder(directory, tag)):
+        if folder.is_dir():
+            return folder
+    others = ", ".join(list_tags(directory)) or "none"
+    raise CheckpointError(f"{directory} has no checkpoint {tag!r} (found: {others}). Name another tag.")
+
+
+def list_tags(directory: Path) -> list[str]:
+    """Return the tags in a checkpoint directory, the oldest first."""
+    if not directory.is_dir():
+        return []
+    folders = [path for path in directory.iterdir() if path.is_dir() and not path.name.startswith(".") and is_checkpoint(path)]
+    return [path.name for path in sorted(folders, key=lambda path: (path.stat().st_mtime_ns, path.name))]
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder holds checkpoint files."""
+    return (folder / MANIFEST).is_file() or (folder / "zero").is_dir() or any(folder.glob("*_states.pt"))
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return the manifest, None for a folder without one (of upstream). Raises CheckpointError when it cannot be read."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(manifest["files"], dict) or not all({"bytes", "crc32"} <= entry.keys()
+                                                              for entry in manifest["files"].values()):
+            raise ValueError("it does not list files with bytes and crc32")
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Load an earlier tag.") from error
+    return manifest
+
+
+def verify_files(folder: Path, manifest: Mapping[str, Any], names: Iterable[str] | None = None,
+                 advance: Advance | None = None) -> list[str]:
+    """Return what is wrong with the files (by default all) as sentences; an empty list when they are as written."""
+    problems = []
+    for name in manifest["files"] if names is None else names:
+        entry, path = manifest["files"][name], folder / name
+        try:
+            size = path.stat().st_size
+            if size != entry["bytes"]:
+                problems.append(f"{name} has {size} bytes instead of {entry['bytes']}")
+            elif file_crc32(path, advance) != entry["crc32"]:
+                problems.append(f"{name} is damaged (its checksum differs)")
+        except FileNotFoundError:
+            problems.append(f"{name} is missing")
+        except OSError as error:
+            problems.append(f"{name} cannot be read ({error})")
+    return problems
+
+
+def file_crc32(path: Path, advance: Advance | None = None) -> int:
+    """Return the CRC-32 of a file's bytes."""
+    crc32, buffer = 0, bytearray(CHUNK_BYTES)
+    view = memoryview(buffer)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc32 = zlib.crc32(view[:count], crc32)
+            if advance is not None:
+                advance(count)
+    return crc32
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

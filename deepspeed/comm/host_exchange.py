@@ -1,0 +1,96 @@
+"""HostExchange: ranks tell each other small values through the key-value store, from any thread.
+
+A collective of the training groups would have to be launched in the same order on every rank, which a background thread
+cannot promise, and on GPUs it would wait for the device. The store has neither trouble. Rank 0 of the group collects
+the values and publishes them as one, so that the work of the others does not grow with their number.
+"""
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from deepspeed.comm.topology import Group
+from deepspeed.errors import CommError
+
+FIRST_POLL_SECONDS = 0.001
+LONGEST_POLL_SECONDS = 0.1
+TIMEOUT_SECONDS = 3600.0
+
+
+class HostExchange:
+    """Build one per engine and use, on every rank of `group` in the same order; a group of one needs no store.
+
+    timeout_seconds: how long to wait for the slowest rank. Rounds must not overlap: one thread at a time.
+    """
+
+    def __init__(self, group: Group, name: str, timeout_seconds: float = TIMEOUT_SECONDS):
+        self.group = group
+        self._timeout_seconds = timeout_seconds
+        self._round = 0
+        self._lock = threading.Lock()
+        self._store: dist.Store | None = None
+        if group.size > 1:
+            store = dist.PrefixStore(f"deepspeed/exchange/{name}/{group.ranks[0]}",
+                                     dist.distributed_c10d._get_default_store())
+            # the number lives in the store, so that it starts anew with every process group
+            number = store.add(f"instances of rank {group.rank}", 1)
+            self._store = dist.PrefixStore(str(number), store)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, by rank in the group. value: anything that JSON carries.
+
+        Raises: CommError naming the ranks that did not come in time.
+        """
+        if self._store is None:
+            return [value]
+        with self._lock:
+            number, self._round = self._round, self._round + 1
+            if self.group.rank == 0:
+                return self._collect(number, value)
+            self._store.set(f"{number}/value/{self.group.rank}", json.dumps(value))
+            self._wait([f"{number}/all"], "the first rank of the group to publish what all ranks said")
+            values = json.loads(self._store.get(f"{number}/all"))
+            self._store.add(f"{number}/left", 1)
+            return values
+
+    def _collect(self, number: int, value: Any) -> list[Any]:
+        keys = [f"{number}/value/{rank}" for rank in range(1, self.group.size)]
+        self._wait(keys, "ranks to answer")
+        values = [value, *(json.loads(self._store.get(key)) for key in keys)]
+        self._store.set(f"{number}/all", json.dumps(values))
+        # This process may hold the store; it must not end before everybody has read.
+        self._await_departure(number)
+        for key in (*keys, f"{number}/all", f"{number}/left"):
+            self._store.delete_key(key)
+        return values
+
+    def _await_departure(self, number: int) -> None:
+        deadline, pause = time.monotonic() + self._timeout_seconds, FIRST_POLL_SECONDS
+        while self._store.add(f"{number}/left", 0) < self.group.size - 1:
+            if time.monotonic() > deadline:
+                raise CommError(f"not every rank of {self.group.name} read what the others said within "
+                                f"{self._timeout_seconds:.0f} s. Look at the ranks' logs for the first failure.")
+            time.sleep(pause)
+            pause = min(pause * 1.5, LONGEST_POLL_SECONDS)
+
+    def _wait(self, keys: Sequence[str], what: str) -> None:
+        # Asked again and again: a blocking wait would keep the store's connection from the training thread.
+        missing, deadline, pause = list(keys), time.monotonic() + self._timeout_seconds, FIRST_POLL_SECONDS
+        while True:
+            missing = [key for key in missing if not self._store.check([key])]
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                raise CommError(f"waited {self._timeout_seconds:.0f} s for {what} (group {self.group.name}, missing "
+                                f"{_names(missing)}). Look at the ranks' logs for the first failure.")
+            time.sleep(pause)
+            pause = min(pause * 1.5, LONGEST_POLL_SECONDS)
+
+
+def _names(keys: Iterable[str]) -> str:
+    return ", ".join(key.rpartition("/")[2] for key in keys)
