@@ -39,7 +39,7 @@ def test_examples_run(page, tmp_path):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("page", ["docs/training-loop.md", "docs/zero.md", "docs/migration.md"])
+@pytest.mark.parametrize("page", ["docs/training-loop.md", "docs/zero.md", "docs/migration.md", "docs/checkpointing.md"])
 def test_examples_run_on_two_ranks(page, tmp_path):
     run_python_blocks(page, tmp_path)
 

@@ -1,7 +1,7 @@
-"""What goes into each checkpoint file: dicts with upstream's keys, in host memory.
+"""What goes into each checkpoint file: dicts with upstream's keys.
 
 The optimizer's part comes in three forms, as upstream's files have them: per parameter (stage 0), one flat tensor per group
-(stages 1 and 2), one per sub-group (stage 3). `LiveState` supplies the elements and `fill_shard` brings them here.
+(stages 1 and 2), one per sub-group (stage 3). The flat tensors are regions (regions.py): only their places are made here.
 """
 from __future__ import annotations
 
@@ -12,64 +12,94 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.checkpoint.exchange import Local, Member, fill_shard
 from deepspeed.checkpoint.format import EXTRA_STATE, PARAM_NAMES
 from deepspeed.checkpoint.live_state import LiveState, split_scalars
+from deepspeed.checkpoint.regions import Local, Member, RegionList
 from deepspeed.checkpoint.upstream_layout import group_layout, split_subgroups, subgroup_layout, tail_padding
 from deepspeed.comm.topology import Group
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler, LossScalerBase
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.runtime.zero.layout import ShardLayout
+from deepspeed.runtime.zero.layout import ShardLayout, cut_whole
 from deepspeed.runtime.zero.optimizer import MASTER_KEY
 from deepspeed.utils.tensor_fragment import fragment_address
 from deepspeed.version import __version__
 
 
-def whole_optimizer(live: LiveState, scaler: LossScalerBase, has_masters: bool) -> dict[str, Any]:
-    """Return the optimizer's entry of a stage 0 model file: state per parameter, numbered over all groups.
-
-    has_masters: the parameters have 16 bits, and their fp32 masters come along.
-    """
-    members = [member for group in live.groups for member in group]
+def whole_optimizer(live: LiveState) -> dict[str, Any]:
+    """Return the optimizer's entry of a stage 0 model file: state per parameter, numbered over all groups."""
     state: dict[int, dict[str, Any]] = {}
-    for number, member in enumerate(members):
-        entry = dict(live.scalars.get(member.name, {}))
+    for number, member in enumerate(member for group in live.groups for member in group):
+        # tensors of its own for each parameter: an optimizer that loads them counts each step tensor up by itself
+        entry = {key: value.clone() if torch.is_tensor(value) else value
+                 for key, value in live.scalars.get(member.name, {}).items()}
         for key in live.keys:
             if key != MASTER_KEY and _has_elements(live, key, member):
                 entry[key] = _whole(live.local(key), member, live.keys[key])
         if entry:
             state[number] = entry
     groups, first = [], 0
-    for members_of_group, settings in zip(live.groups, live.hyperparameters):
-        numbers = list(range(first, first + len(members_of_group)))
-        groups.append({**settings, "params": numbers, PARAM_NAMES: [member.name for member in members_of_group]})
-        first += len(members_of_group)
-    plain = {"state": state, "param_groups": groups}
-    if not has_masters:
-        return plain
-    dynamic = {"last_overflow_iter": scaler.last_overflow_iter, "scale_factor": scaler.scale_factor,
-               "scale_window": scaler.scale_window} if isinstance(scaler, DynamicLossScaler) else {}
+    for members, settings in zip(live.groups, live.hyperparameters):
+        groups.append({**settings, "params": list(range(first, first + len(members))), PARAM_NAMES: _names(members)})
+        first += len(members)
+    return {"state": state, "param_groups": groups}
+
+
+def mixed_optimizer(live: LiveState, scaler: LossScalerBase) -> dict[str, Any]:
+    """Return the same for 16-bit parameters: with their fp32 masters, and the loss scale."""
     masters = live.local(MASTER_KEY)
-    return {
-        "dynamic_loss_scale": scaler.dynamic, "cur_scale": scaler.value, "cur_iter": getattr(scaler, "cur_iter", 0),
-        **dynamic, "loss_scaler": _portable(scaler), "optimizer_state_dict": plain,
-        "fp32_groups": [[_whole(masters, member, live.keys[MASTER_KEY]) for member in group] for group in live.groups]}
+    return {**_scale_entries(scaler), "optimizer_state_dict": whole_optimizer(live),
+            "fp32_groups": [[_whole(masters, member, live.keys[MASTER_KEY]) for member in group] for group in live.groups]}
 
 
-def grouped_optimizer(live: LiveState, scaler: LossScalerBase, shard: Group, *, stage: int, clip: float, overflow: bool,
-                      is_elastic: bool) -> dict[str, Any]:
-    """Return this rank's `optimizer_state_dict` of stages 1 and 2: one run of every group's flat tensors. Collective.
+def flat_mixed_optimizer(live: LiveState, scaler: LossScalerBase, clip: float) -> dict[str, Any]:
+    """Return the same in the form of upstream's fused optimizers: masters and state flat, by group."""
+    state: dict[int, dict[str, Any]] = {}
+    common, extra = _split_all(live, live.groups)
+    for number, (group, scalars) in enumerate(zip(live.groups, common)):
+        entry = {key: int(value) if key == "step" else value for key, value in scalars.items()}
+        for key in live.keys:
+            if key != MASTER_KEY and any(_has_elements(live, key, member) for member in group):
+                entry[key] = _flat(live, key, group)
+        if entry:
+            state[number] = entry
+    groups = [{**settings, "params": [number], PARAM_NAMES: _names(group)}
+              for number, (settings, group) in enumerate(zip(live.hyperparameters, live.groups))]
+    return {**_scale_entries(scaler), "optimizer_state_dict": {"state": state, "param_groups": groups},
+            "fp32_groups_flat": [_flat(live, MASTER_KEY, group) for group in live.groups], "clip_grad": clip,
+            EXTRA_STATE: extra}
+
+
+def _scale_entries(scaler: LossScalerBase) -> dict[str, Any]:
+    entries = {"dynamic_loss_scale": scaler.dynamic, "cur_scale": scaler.value, "cur_iter": getattr(scaler, "cur_iter", 0),
+               "loss_scaler": _portable(scaler)}
+    if isinstance(scaler, DynamicLossScaler):
+        entries |= {"last_overflow_iter": scaler.last_overflow_iter, "scale_factor": scaler.scale_factor,
+                    "scale_window": scaler.scale_window}
+    return entries
+
+
+def _flat(live: LiveState, key: str, members: Sequence[Member]) -> torch.Tensor:
+    return torch.cat([_whole(live.local(key), member, live.keys[key]).flatten() for member in members])
+
+
+def _names(members: Sequence[Member]) -> list[str]:
+    return [member.name for member in members]
+
+
+def grouped_optimizer(live: LiveState, scaler: LossScalerBase, shard: Group, regions: RegionList, *, stage: int,
+                      clip: float, overflow: bool, is_elastic: bool) -> dict[str, Any]:
+    """Return this rank's `optimizer_state_dict` of stages 1 and 2: one run of every group's flat tensors.
 
     is_elastic: leave padding out of the optimizer's state, in upstream's `elastic_checkpoint` form.
     """
     layouts = [group_layout([member.shape.numel() for member in group], shard.size) for group in live.groups]
-    flats = [_flats(live, group, layout, shard) for group, layout in zip(live.groups, layouts)]
+    flats = [_flats(live, group, layout, regions) for group, layout in zip(live.groups, layouts)]
     paddings = [tail_padding(layout, shard.rank) for layout in layouts]
     masters = [_without_padding(flat[MASTER_KEY], padding) for flat, padding in zip(flats, paddings)]
     common, extra = _split_all(live, live.groups)
     states = [{**scalars, **{key: value for key, value in flat.items() if key != MASTER_KEY}}
               for scalars, flat in zip(common, flats)]
-    groups = [{**settings, "params": [number], PARAM_NAMES: [member.name for member in group]}
+    groups = [{**settings, "params": [number], PARAM_NAMES: _names(group)}
               for number, (settings, group) in enumerate(zip(live.hyperparameters, live.groups))]
     base: Any = {"state": {number: state for number, state in enumerate(states) if state}, "param_groups": groups}
     if is_elastic:
@@ -88,17 +118,17 @@ def grouped_optimizer(live: LiveState, scaler: LossScalerBase, shard: Group, *, 
     return result
 
 
-def partitioned_optimizer(live: LiveState, scaler: LossScalerBase, shard: Group, *, overflow: bool,
+def partitioned_optimizer(live: LiveState, scaler: LossScalerBase, shard: Group, regions: RegionList, *, overflow: bool,
                           sub_group_size: int) -> dict[str, Any]:
-    """Return this rank's `optimizer_state_dict` of stage 3: its chunk of every parameter, by sub-group. Collective."""
+    """Return this rank's `optimizer_state_dict` of stage 3: its chunk of every parameter, by sub-group."""
     subgroups = subgroups_of(live, shard.size, sub_group_size)
-    flats = [_flats(live, group, subgroup_layout([member.shape.numel() for member in group], shard.size), shard)
+    flats = [_flats(live, group, subgroup_layout([member.shape.numel() for member in group], shard.size), regions)
              for _, group in subgroups]
     common, extra = _split_all(live, [group for _, group in subgroups])
     states = {number: {**scalars, **{key: value for key, value in flat.items() if key != MASTER_KEY}}
               for number, (scalars, flat) in enumerate(zip(common, flats))}
     groups = [{**settings, "params": [number for number, (of, _) in enumerate(subgroups) if of == group_id],
-               PARAM_NAMES: [member.name for member in live.groups[group_id]]}
+               PARAM_NAMES: _names(live.groups[group_id])}
               for group_id, settings in enumerate(live.hyperparameters)]
     return {
         "zero_stage": ZeroStageEnum.weights, "loss_scaler": _portable(scaler), "dynamic_loss_scale": scaler.dynamic,
@@ -119,14 +149,35 @@ def shapes_of(members: Sequence[Member]) -> OrderedDict[str, torch.Size]:
     return OrderedDict((member.name, member.shape) for member in members)
 
 
-def frozen_fragments(live: LiveState, members: Sequence[Member], shard: Group) -> OrderedDict[str, torch.Tensor]:
-    """Return name -> this rank's chunk of every frozen parameter that lives in a bucket, padded. Collective."""
-    result: OrderedDict[str, torch.Tensor] = OrderedDict()
-    for member in members:
-        layout = subgroup_layout([member.shape.numel()], shard.size)
-        result[member.name] = live.allocate(f"frozen {member.name}", layout.shard_numel, member.bucket.dtypes.param)
-        fill_shard(result[member.name], [member], layout, live.local_frozen, shard)
-    return result
+def frozen_fragments(live: LiveState, members: Sequence[Member], shard: Group,
+                     regions: RegionList) -> OrderedDict[str, torch.Tensor]:
+    """Return name -> this rank's chunk of every frozen parameter that lives in a bucket, padded."""
+    return OrderedDict(
+        (member.name, regions.add([member], subgroup_layout([member.shape.numel()], shard.size), member.bucket.dtypes.param,
+                                  live.local_weights)) for member in members)
+
+
+def module_weights(live: LiveState, module: nn.Module, shard: Group, regions: RegionList) -> dict[str, Any]:
+    """Return the state dict for the file of the group's first rank: parameters of buckets are regions, which all ranks of
+    the group fill; the rest is copied. What has several names has them here."""
+    members = {bucket.params[index]: Member(bucket, index) for bucket in live.shards for index in range(len(bucket.params))}
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    weights = OrderedDict()
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor):
+            if value not in made:
+                made[value] = _module_weight(value, members.get(value), live, shard, regions)
+            value = made[value]
+        weights[name] = value
+    return weights
+
+
+def _module_weight(value: torch.Tensor, member: Member | None, live: LiveState, shard: Group,
+                   regions: RegionList) -> torch.Tensor:
+    if member is None or member.shape.numel() == 0:
+        return value.detach().to("cpu", copy=True)
+    layout = cut_whole([member.shape.numel()], shard.size)
+    return regions.add([member], layout, member.bucket.dtypes.param, live.local_weights).view(member.shape)
 
 
 def shared_parameters(module: nn.Module) -> dict[str, str]:
@@ -143,14 +194,10 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
             if buffer is not None and name not in child._non_persistent_buffers_set}
 
 
-def _flats(live: LiveState, members: Sequence[Member], layout: ShardLayout, shard: Group) -> dict[str, torch.Tensor]:
-    """Return this rank's shard of every state key over `members`; keys that none of them has are left out."""
-    flats = {}
-    for key, dtype in live.keys.items():
-        if any(_has_elements(live, key, member) for member in members) or key == MASTER_KEY:
-            flats[key] = live.allocate(f"{key} from {members[0].name}", layout.shard_numel, dtype)
-            fill_shard(flats[key], members, layout, live.local(key), shard)
-    return flats
+def _flats(live: LiveState, members: Sequence[Member], layout: ShardLayout, regions: RegionList) -> dict[str, torch.Tensor]:
+    """Return a flat tensor over `members` for every state key that they have."""
+    return {key: regions.add(members, layout, dtype, live.local(key)) for key, dtype in live.keys.items()
+            if key == MASTER_KEY or any(_has_elements(live, key, member) for member in members)}
 
 
 def _has_elements(live: LiveState, key: str, member: Member) -> bool:
@@ -161,7 +208,7 @@ def _has_elements(live: LiveState, key: str, member: Member) -> bool:
 def _whole(local: Local, member: Member, dtype: torch.dtype) -> torch.Tensor:
     if member.shape.numel() == 0:
         return torch.zeros(member.shape, dtype=dtype)
-    return local(member).to("cpu", copy=True).view(member.shape)
+    return local(member).cpu().view(member.shape)
 
 
 def _without_padding(flat: torch.Tensor, padding: int) -> torch.Tensor:

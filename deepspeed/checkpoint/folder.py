@@ -10,15 +10,21 @@ The manifest lists every file with its size and CRC-32. That finds truncation an
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import IO, Any
 
+import numpy
 import torch
 
+from deepspeed.checkpoint.checksums import Segment, join_adjacent, whole_file
 from deepspeed.checkpoint.format import LATEST, MANIFEST
 from deepspeed.errors import CheckpointError
 from deepspeed.version import __version__
@@ -103,38 +109,81 @@ def write_text(path: Path, text: str) -> None:
     _sync_folder(path.parent)
 
 
+@dataclass(frozen=True)
+class WrittenFile:
+    """What `write_with_holes` did: the segments that it wrote, and where in the file the holes are."""
+
+    segments: list[Segment]
+    holes: list[int]  # offset in bytes, in the order of the tensors
+
+
 def write_torch_file(path: Path, content: Any, *, uses_zip: bool = True, advance: Advance | None = None) -> FileEntry:
     """Write `content` with torch.save, flush it to the disk and return its manifest entry. Raises OSError."""
+    written = whole_file(path.name, write_with_holes(path, content, (), uses_zip=uses_zip, advance=advance).segments)
+    return {"bytes": written.size, "crc32": written.crc32}
+
+
+def write_with_holes(path: Path, content: Any, holes: Sequence[torch.Tensor], *, uses_zip: bool = True,
+                     advance: Advance | None = None) -> WrittenFile:
+    """Write `content` with torch.save, but leave out the bytes of the tensors `holes`, which others fill in (`FileFiller`).
+
+    The tensors are contiguous, alone in their storage, and need no memory behind them. Flushes to the disk. Raises OSError.
+    """
     with open(path, "wb", buffering=0) as file:
-        writer = _ChecksummedFile(file, advance)
+        writer = _ChecksummedFile(file, holes, advance)
         try:
-            torch.save(content, writer, _use_new_zipfile_serialization=uses_zip)
+            with _without_torch_checksums():
+                torch.save(content, writer, _use_new_zipfile_serialization=uses_zip)
         except RuntimeError:
             if writer.failure is None:
                 raise
             raise writer.failure from None  # torch goes on writing, and complains about the position
+        file.truncate(writer.position)
         os.fsync(file.fileno())
-    return {"bytes": writer.size, "crc32": writer.crc32}
+    return WrittenFile(join_adjacent(writer.segments), [writer.places[number] for number in range(len(holes))])
+
+
+@contextmanager
+def _without_torch_checksums() -> Iterator[None]:
+    """torch's own checksums, in the zip container, are read by nobody, and would be made of the holes too."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 class _ChecksummedFile:
-    """What torch.save writes to: passes on to `file`, adds up a CRC-32, and lets OSErrors through as they are."""
+    """What torch.save writes to: passes on to `file` what is not a hole, sums it up, and lets OSErrors through."""
 
-    def __init__(self, file: IO[bytes], advance: Advance | None):
+    def __init__(self, file: IO[bytes], holes: Sequence[torch.Tensor], advance: Advance | None):
         self._file, self._advance = file, advance
-        self.size, self.crc32 = 0, 0
+        self._holes = sorted((hole.data_ptr(), hole.nbytes, number) for number, hole in enumerate(holes) if hole.nbytes)
+        self.position = 0
+        self.segments: list[Segment] = []
+        self.places = {number: 0 for number, hole in enumerate(holes) if not hole.nbytes}
         self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        for start in range(0, len(view), CHUNK_BYTES):  # a chunk is still in the cache when its checksum is taken
-            chunk = view[start:start + CHUNK_BYTES]
-            self._write_all(chunk)
-            self.crc32 = zlib.crc32(chunk, self.crc32)
-            self.size += len(chunk)
-            if self._advance is not None:
-                self._advance(len(chunk))
+        if not self._is_hole(view):
+            for start in range(0, len(view), CHUNK_BYTES):  # a chunk is still in the cache when its checksum is taken
+                self._write_all(view[start:start + CHUNK_BYTES])
         return len(view)
+
+    def _is_hole(self, view: memoryview) -> bool:
+        if not self._holes or len(view) == 0:
+            return False
+        address = numpy.frombuffer(view, dtype=numpy.uint8).ctypes.data
+        place = bisect_right(self._holes, (address, math.inf, 0)) - 1
+        if place < 0 or not address < self._holes[place][0] + self._holes[place][1]:
+            return False
+        start, _, number = self._holes[place]
+        self.places[number] = self.position - (address - start)
+        self.position += len(view)
+        self._file.seek(self.position)
+        return True
 
     def _write_all(self, chunk: memoryview) -> None:
         written = 0
@@ -144,9 +193,55 @@ class _ChecksummedFile:
         except OSError as error:
             self.failure = error
             raise
+        self.segments.append(Segment(self.position, len(chunk), zlib.crc32(chunk)))
+        self.position += len(chunk)
+        if self._advance is not None:
+            self._advance(len(chunk))
 
     def flush(self) -> None:
         """Nothing is buffered here."""
+
+
+class FileFiller:
+    """Context manager that writes tensors into the holes of files, and flushes them to the disk at the end."""
+
+    def __init__(self, folder: Path, advance: Advance | None = None):
+        self._folder, self._advance = folder, advance
+        self._descriptors: dict[str, int] = {}
+        self._segments: dict[str, list[Segment]] = {}
+
+    def __enter__(self) -> FileFiller:
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: Any) -> None:
+        try:
+            for descriptor in self._descriptors.values():
+                if error_type is None:
+                    os.fsync(descriptor)
+        finally:
+            for descriptor in self._descriptors.values():
+                os.close(descriptor)
+
+    def write(self, name: str, offset: int, values: torch.Tensor) -> None:
+        """Write a 1-D tensor at `offset` (bytes) of file `name`, which exists. Raises OSError."""
+        if name not in self._descriptors:
+            self._descriptors[name] = os.open(self._folder / name, os.O_WRONLY)
+        view = memoryview(values.detach().cpu().contiguous().view(torch.uint8).numpy())
+        for start in range(0, len(view), CHUNK_BYTES):
+            chunk, written = view[start:start + CHUNK_BYTES], 0
+            while written < len(chunk):
+                written += os.pwrite(self._descriptors[name], chunk[written:], offset + start + written)
+            self.note(name, Segment(offset + start, len(chunk), zlib.crc32(chunk)))
+            if self._advance is not None:
+                self._advance(len(chunk))
+
+    def note(self, name: str, segment: Segment) -> None:
+        """Take over a segment that needs no writing."""
+        self._segments.setdefault(name, []).append(segment)
+
+    def segments(self) -> dict[str, list[Segment]]:
+        """Return what was written of each file."""
+        return {name: join_adjacent(segments) for name, segments in self._segments.items()}
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepspeed import comm
-from deepspeed.checkpoint.exchange import Local, Member
+from deepspeed.checkpoint.regions import Local, Member
 from deepspeed.runtime.zero.bucket import ParamBucket
 from deepspeed.runtime.zero.optimizer import MASTER_KEY, Piece, ShardedOptimizer
 
@@ -26,7 +26,7 @@ class LiveState:
 
     hyperparameters: one dict per group. keys: name and dtype of the state tensors with one value per element, the masters
     first. keys_of_group: which of them each group has. scalars: the other state of each parameter. These are equal on all
-    ranks. allocate: returns the host memory of a file's flat tensor, zero where nothing was written.
+    ranks.
     """
 
     groups: list[list[Member]]
@@ -36,9 +36,8 @@ class LiveState:
     keys_of_group: list[set[str]]
     scalars: dict[str, dict[str, Any]]
     element_states: dict[str, dict[Piece, torch.Tensor]]
-    frozen_shards: dict[ParamBucket, torch.Tensor]
+    shards: dict[ParamBucket, torch.Tensor]
     optimizer: ShardedOptimizer | None
-    allocate: Callable[[str, int, torch.dtype], torch.Tensor] = lambda label, numel, dtype: torch.zeros(numel, dtype=dtype)
 
     @classmethod
     def of(cls, parts: Parts) -> LiveState:
@@ -48,7 +47,7 @@ class LiveState:
                      for index, parameter in enumerate(bucket.params)}
         frozen_buckets = [bucket for bucket in parts.buckets if optimizer is None or not bucket.spec.is_trainable]
         frozen = [member_of[parameter] for bucket in frozen_buckets for parameter in bucket.params]
-        shards = {bucket: bucket.shard for bucket in frozen_buckets}
+        shards = {bucket: bucket.shard for bucket in parts.buckets}
         if optimizer is None:
             return cls([], frozen, [], {}, [], {}, {}, shards, None)
         groups = [[member_of[parameter] for parameter in group] for group in optimizer.grouped_params]
@@ -72,18 +71,25 @@ class LiveState:
 
         return elements
 
-    def local_frozen(self, member: Member) -> torch.Tensor:
-        """Return this rank's elements of a frozen parameter."""
+    def local_weights(self, member: Member) -> torch.Tensor:
+        """Return this rank's elements of a parameter, in its dtype."""
         held = member.bucket.slice_on_rank(member.index)
-        return self.frozen_shards[member.bucket][held.shard_start:held.shard_end]
+        return self.shards[member.bucket][held.shard_start:held.shard_end]
 
     def detached(self, copy: Callable[[str, torch.Tensor], torch.Tensor]) -> LiveState:
-        """Return the same with every tensor replaced by what `copy(label, tensor)` returns."""
-        return replace(
-            self,
-            element_states={key: {piece: copy(f"{key} of {piece.bucket.name}:{piece.start}", tensor)
-                                  for piece, tensor in states.items()} for key, states in self.element_states.items()},
-            frozen_shards={bucket: copy(f"weights of {bucket.name}", shard) for bucket, shard in self.frozen_shards.items()})
+        """Return the same with every tensor replaced by what `copy(label, tensor)` returns; shards that are masters too are
+        copied once."""
+        shards = {bucket: copy(f"weights of {bucket.name}", shard) for bucket, shard in self.shards.items()}
+
+        def copied(key: str, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
+            bucket = piece.bucket
+            if key == MASTER_KEY and bucket.dtypes.master == bucket.dtypes.param:
+                return shards[bucket][piece.start:piece.stop]
+            return copy(f"{key} of {bucket.name}:{piece.start}", tensor)
+
+        return replace(self, shards=shards, element_states={
+            key: {piece: copied(key, piece, tensor) for piece, tensor in states.items()}
+            for key, states in self.element_states.items()})
 
 
 def _agree_on_states(optimizer: ShardedOptimizer, states: dict[str, dict[Piece, torch.Tensor]]

@@ -263,14 +263,17 @@ def load_hp_checkpoint_state(param: torch.nn.Parameter, folder: str, tp_rank: in
     """
     from deepspeed.checkpoint.universal import ParameterFolder
     from deepspeed.runtime.zero.param_home import home_of
-    from deepspeed.utils.tensor_fragment import safe_set_full_fp32_param, safe_set_full_optimizer_state
+    from deepspeed.utils.tensor_fragment import (
+        StateNotAvailableError, safe_set_full_fp32_param, safe_set_full_optimizer_state,
+    )
 
     home = home_of(param)
     shape = param.shape if home is None else home.bucket.shapes[home.index]
     stored = ParameterFolder(Path(folder), shape, tp_rank, tp_world_size)
     safe_set_full_fp32_param(param, stored.full(FP32_WEIGHT_KEY).to(param.device))
-    known = home.optimizer.state_keys() if home is not None and home.optimizer is not None else ()
     for key in stored.keys():
-        if key in known:
+        try:
             safe_set_full_optimizer_state(param, stored.full(key).to(param.device), key)
+        except StateNotAvailableError:  # on all ranks alike
+            continue
     return stored.values().get("step")

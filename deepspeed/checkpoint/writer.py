@@ -1,20 +1,20 @@
 """CheckpointWriter: saves a run, now or while training goes on.
 
-A save has three parts. *Look* (collective, on the training thread): agree that the save can be made, and take down what is
-to be saved. *Assemble*: bring every file's content into this rank's host memory (contents.py). *Write*: into the partial
-folder, then commit or abandon it together (folder.py). With `checkpoint.async_save` training goes on after the look; the
-rest happens on a thread, which talks to the other ranks through the key-value store and, for what the look left in host
-memory, through a process group of its own.
+A save has two parts. *Look* (collective, on the training thread): agree that the save can be made, take down what is to be
+saved, and fetch what other machines hold of this rank's files. *Write*: the files without their large tensors, then every
+rank fills in what it holds of them (Note [Direct writing] in regions.py), then commit or abandon together (folder.py). With
+`checkpoint.async_save` the look ends with copies in host memory, and a thread writes while training goes on. It talks to
+the other ranks through the key-value store alone.
 """
 from __future__ import annotations
 
 import copy
 import logging
-import os
+import platform
 import shutil
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,18 +22,18 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import contents, folder
+from deepspeed.checkpoint.checksums import Segment, whole_file, zeros
 from deepspeed.checkpoint.format import (
-    LATEST, RESERVED_KEYS, RNG_STATES, ZERO_TO_FP32, model_states_name, optim_states_name, zero_model_states_name,
+    LATEST, RESERVED_KEYS, RNG_STATES, model_states_name, optim_states_name, zero_model_states_name,
 )
 from deepspeed.checkpoint.host_buffers import HostBuffers
 from deepspeed.checkpoint.live_state import LiveState
 from deepspeed.checkpoint.progress import CheckpointProgress
 from deepspeed.checkpoint.random_states import random_states
+from deepspeed.checkpoint.regions import Received, Region, RegionList, exchange_far
 from deepspeed.checkpoint.safe_load import refuse_unloadable
 from deepspeed.comm.host_exchange import HostExchange
-from deepspeed.comm.topology import Group
 from deepspeed.errors import CheckpointError
-from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.version import __version__
 
 if TYPE_CHECKING:
@@ -41,26 +41,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Content = tuple[str, dict[str, Any]]  # file name, what it holds
+@dataclass(frozen=True)
+class File:
+    """One file of this rank. regions: those of its tensors that are regions, as numbers in the save's list."""
+
+    name: str
+    content: dict[str, Any]
+    regions: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Save:
-    """One save as it was looked at: where it goes, and what the training thread took down of the run.
-
-    model: the model file without the optimizer's part, None on ranks that write none. random: the RNG file, likewise.
-    """
+    """One save as it was looked at. received: what other machines hold of this rank's files."""
 
     directory: Path
     tag: str
     updates_latest: bool
-    live: LiveState
-    scaler: LossScalerBase
-    overflow: bool
-    model: dict[str, Any] | None
-    random: dict[str, Any] | None
-    excludes_frozen: bool
     steps: int
+    files: list[File]
+    regions: list[Region]
+    received: list[Received]
 
 
 class CheckpointWriter:
@@ -75,10 +75,9 @@ class CheckpointWriter:
         self._is_node_local = config.use_node_local_storage
         self._uses_zip = config.checkpoint_serialization
         is_on_gpu = any(bucket.device.type != "cpu" for bucket in engine._parts.buckets)
-        self._copies_first = self._is_async and not is_on_gpu
-        # Host tensors are exchanged on the thread, at the same time as training uses its own groups.
-        self._background_shard = self._pair.shard.duplicate("checkpoint shard") if self._copies_first else self._pair.shard
+        self._is_on_gpu = is_on_gpu
         self._buffers = HostBuffers(pinned=is_on_gpu) if self._is_async else None
+        self._machines = self._exchange.gather(self._machine())
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
 
@@ -92,12 +91,9 @@ class CheckpointWriter:
         self._validate(directory, tag, client_state)
         save = self._look(directory, tag, dict(client_state), updates_latest, excludes_frozen)
         if not self._is_async:
-            self._write(save, self._assemble(save, self._pair.shard))
+            self._write(save)
             return
-        files = None if self._copies_first else self._assemble(save, self._pair.shard)
-        if files is not None and self._buffers is not None:
-            get_accelerator().synchronize()  # copies into page-locked memory may still be under way
-        self._thread = threading.Thread(target=self._finish, args=(save, files), name=f"checkpoint {tag}")
+        self._thread = threading.Thread(target=self._finish, args=(save,), name=f"checkpoint {tag}")
         self._thread.start()
 
     def wait(self) -> None:
@@ -115,9 +111,9 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
 
-    def _finish(self, save: Save, files: list[Content] | None) -> None:
+    def _finish(self, save: Save) -> None:
         try:
-            self._write(save, self._assemble(save, self._background_shard) if files is None else files)
+            self._write(save)
         except CheckpointError as error:
             self._failure = error
         except Exception as error:  # a thread has nobody above it: the next call of the training thread raises this
@@ -162,17 +158,34 @@ class CheckpointWriter:
         engine = self._engine
         live = LiveState.of(engine._parts)
         if self._buffers is not None:
-            live = replace(live, allocate=self._buffers.allocate)
-            if self._copies_first:
-                live = live.detached(self._buffers.copy)
-        optimizer = engine._parts.optimizer
-        model = self._model_content(excludes_frozen)
+            live = live.detached(self._buffers.copy)
+        elif self._is_on_gpu:
+            live = live.detached(lambda label, tensor: tensor.cpu())
+        regions = RegionList()
+        model = self._model_content(live, regions, excludes_frozen)
+        model_regions = range(len(regions.regions))
         if model is not None:
             model.update(copy.deepcopy(client_state) if self._is_async else client_state)
+        files = self._files(live, regions, model, model_regions, excludes_frozen)
         random = random_states(engine.topology.world)
-        return Save(directory, tag, updates_latest, live, copy.copy(engine.loss_scaler),
-                    optimizer is not None and optimizer.overflow, model, random if self._leads else None,
-                    excludes_frozen, engine.global_steps)
+        if self._leads:
+            files.append(File(RNG_STATES, random, ()))
+        if self._is_on_gpu:
+            get_accelerator().synchronize()  # copies into page-locked memory may still be under way
+        received = exchange_far(regions.regions, self._is_near, self._pair.shard) if self._writes_shards else []
+        return Save(directory, tag, updates_latest, engine.global_steps, files, regions.regions, received)
+
+    def _machine(self) -> str:
+        """Return what ranks share that may write into one another's files."""
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        host = boot.read_text().strip() if boot.is_file() else platform.node()
+        # With storage of their own, nodes are what their first local rank leads, also when they share a kernel.
+        return f"{host} {self._engine.global_rank - self._engine.local_rank}" if self._is_node_local else host
+
+    def _is_near(self, source: int, target: int) -> bool:
+        """Whether a rank writes into the other's files. Files of torch's old container are made in memory, by one rank."""
+        ranks = self._pair.shard.ranks
+        return source == target or (self._uses_zip and self._machines[ranks[source]] == self._machines[ranks[target]])
 
     @property
     def _leads(self) -> bool:
@@ -191,15 +204,17 @@ class CheckpointWriter:
             return self._engine.local_rank == 0
         return self._engine.topology.sequence_data_parallel.rank == 0
 
-    def _model_content(self, excludes_frozen: bool) -> dict[str, Any] | None:
-        """Return the model file of this rank, None if it writes none. Collective below stage 3."""
+    def _model_content(self, live: LiveState, regions: RegionList, excludes_frozen: bool) -> dict[str, Any] | None:
+        """Return the model file of this rank, None if it writes none."""
         engine = self._engine
         module, stage = engine.module, engine.plan.stage
         if stage == 3:
             weights = _without_parameters(module)
-        else:
+        elif self._is_node_local:  # several ranks write the whole file
             with engine.gathered():
-                weights = self._module_weights(module) if self._writes_model else {}
+                weights = self._whole_weights(module) if self._writes_model else {}
+        elif self._writes_shards:
+            weights = contents.module_weights(live, module, self._pair.shard, regions)
         if not self._writes_model:
             return None
         frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
@@ -224,7 +239,7 @@ class CheckpointWriter:
                                                "tp_degree": engine.topology.tensor_parallel.size},
             "ds_config": plain(engine.config), "ds_version": __version__}
 
-    def _module_weights(self, module: torch.nn.Module) -> dict[str, Any]:
+    def _whole_weights(self, module: torch.nn.Module) -> dict[str, Any]:
         """Return the state dict on the host; what shares memory in the module shares it there."""
         copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
         weights = module.state_dict()
@@ -237,90 +252,159 @@ class CheckpointWriter:
                 weights[name] = copies[key]
         return weights
 
-    # ---- assemble ----------------------------------------------------------------------------------------------------
-
-    def _assemble(self, save: Save, shard: Group) -> list[Content]:
-        """Return the files of this rank. Collective over the shard groups that write."""
+    def _files(self, live: LiveState, regions: RegionList, model: dict[str, Any] | None, model_regions: range,
+               excludes_frozen: bool) -> list[File]:
+        """Return the files of this rank; the ranks of a shard group make the same regions for them."""
         engine = self._engine
-        mp_rank = engine.topology.model_parallel.rank
-        files = self._optimizer_files(save, shard) if self._writes_shards else []
-        if save.model is not None:
-            name = zero_model_states_name(shard.rank, mp_rank) if engine.plan.stage == 3 else model_states_name(mp_rank)
-            files.append((name, self._with_shapes(save, shard)))
-        if save.random is not None:
-            files.append((RNG_STATES, save.random))
+        stage, shard, mp_rank = engine.plan.stage, self._pair.shard, engine.topology.model_parallel.rank
+        files = []
+        if self._writes_shards and stage > 0 and live.optimizer is not None:
+            name = optim_states_name(shard.rank, mp_rank, engine.plan.model_dtype == torch.bfloat16)
+            files.append(self._file(name, regions, lambda: self._optimizer_content(live, regions)))
+        if model is not None:
+            name = zero_model_states_name(shard.rank, mp_rank) if stage == 3 else model_states_name(mp_rank)
+            files.append(self._file(name, regions, lambda: self._with_shapes(model, live, regions, excludes_frozen),
+                                    model_regions))
         return files
 
-    def _optimizer_files(self, save: Save, shard: Group) -> list[Content]:
-        engine = self._engine
-        live, stage = save.live, engine.plan.stage
-        if live.optimizer is None or stage == 0:
-            return []
-        zero = engine._config.zero_optimization
-        if stage == 3:
-            state = contents.partitioned_optimizer(live, save.scaler, shard, overflow=save.overflow,
+    @staticmethod
+    def _file(name: str, regions: RegionList, make: Callable[[], dict[str, Any]], earlier: range = range(0)) -> File:
+        first = len(regions.regions)
+        content = make()
+        return File(name, content, (*earlier, *range(first, len(regions.regions))))
+
+    def _optimizer_content(self, live: LiveState, regions: RegionList) -> dict[str, Any]:
+        engine, shard, scaler = self._engine, self._pair.shard, copy.copy(self._engine.loss_scaler)
+        zero, overflow = engine._config.zero_optimization, live.optimizer.overflow
+        if engine.plan.stage == 3:
+            state = contents.partitioned_optimizer(live, scaler, shard, regions, overflow=overflow,
                                                    sub_group_size=zero.sub_group_size)
         else:
-            state = contents.grouped_optimizer(live, save.scaler, shard, stage=stage, clip=engine.plan.clip,
-                                               overflow=save.overflow, is_elastic=zero.elastic_checkpoint)
-        name = optim_states_name(shard.rank, engine.topology.model_parallel.rank, engine.plan.model_dtype == torch.bfloat16)
-        return [(name, {"optimizer_state_dict": state, "ds_config": plain(engine.config), "ds_version": __version__})]
+            state = contents.grouped_optimizer(live, scaler, shard, regions, stage=engine.plan.stage, clip=engine.plan.clip,
+                                               overflow=overflow, is_elastic=zero.elastic_checkpoint)
+        return {"optimizer_state_dict": state, "ds_config": plain(engine.config), "ds_version": __version__}
 
-    def _with_shapes(self, save: Save, shard: Group) -> dict[str, Any]:
+    def _with_shapes(self, model: dict[str, Any], live: LiveState, regions: RegionList,
+                     excludes_frozen: bool) -> dict[str, Any]:
         """Return the model file with the optimizer's part and the shapes that its flat tensors need."""
-        engine, live, model = self._engine, save.live, dict(save.model)
+        engine, shard = self._engine, self._pair.shard
         if live.optimizer is not None and engine.plan.stage == 0:
-            has_masters = any(bucket.dtypes.master != bucket.dtypes.param for bucket in live.optimizer.buckets)
-            model["optimizer"] = contents.whole_optimizer(live, save.scaler, has_masters)
+            model["optimizer"] = self._whole_optimizer(live)
         elif engine.plan.stage == 3:
             subgroups = contents.subgroups_of(live, shard.size, engine._config.zero_optimization.sub_group_size)
             model["param_shapes"] = [contents.shapes_of(group) for _, group in subgroups]
             members = [member for member in live.frozen
-                       if not save.excludes_frozen or member.bucket.params[member.index].requires_grad]
+                       if not excludes_frozen or member.bucket.params[member.index].requires_grad]
             model["frozen_param_shapes"] = contents.shapes_of(members)
-            model["frozen_param_fragments"] = contents.frozen_fragments(live, members, shard)
+            model["frozen_param_fragments"] = contents.frozen_fragments(live, members, shard, regions)
         elif live.optimizer is not None:
             model["param_shapes"] = [contents.shapes_of(group) for group in live.groups]
         return model
 
+    def _whole_optimizer(self, live: LiveState) -> dict[str, Any]:
+        engine = self._engine
+        has_masters = any(bucket.dtypes.master != bucket.dtypes.param for bucket in live.optimizer.buckets)
+        if not has_masters:
+            return contents.whole_optimizer(live)
+        scaler, config = copy.copy(engine.loss_scaler), engine._config
+        # Upstream runs its fused Adam, and so its flat format, unless the client chose another optimizer.
+        is_flat = (engine.client_optimizer is None and config.optimizer_name in ("adam", "adamw")
+                   and not (config.optimizer_params or {}).get("torch_adam"))
+        if is_flat:
+            return contents.flat_mixed_optimizer(live, scaler, engine.plan.clip)
+        return contents.mixed_optimizer(live, scaler)
+
     # ---- write -------------------------------------------------------------------------------------------------------
 
-    def _write(self, save: Save, files: list[Content]) -> None:
+    def _write(self, save: Save) -> None:
         directory, tag = save.directory, save.tag
+        partial = folder.partial_folder(directory, tag)
         self._step(save, lambda: folder.begin(directory, tag) if self._leads else None)
-        entries: dict[str, folder.FileEntry] = {}
+        total = sum(_bytes_of(file.content) for file in save.files)
+        with CheckpointProgress(f"writing {tag}", total, self._engine.global_rank == 0) as shown:
+            skeletons = self._step(save, lambda: self._write_skeletons(save, partial, shown.advance))
+            places = {(rank, number): (name, offset) for rank, told in enumerate(skeletons)
+                      for number, name, offset in told["places"]}
+            filled = self._step(save, lambda: self._fill(save, partial, places, shown.advance))
+        segments: dict[str, list[Segment]] = {}
+        for told in [*(skeleton["segments"] for skeleton in skeletons), *filled]:
+            for name, parts in told.items():
+                segments.setdefault(name, []).extend(Segment(*part) for part in parts)
+        self._step(save, lambda: self._commit(save, segments) if self._leads else None)
 
-        def write() -> None:
-            with CheckpointProgress(f"writing {tag}", sum(map(_bytes_of, files)), self._engine.global_rank == 0) as shown:
-                for name, content in files:
-                    path = folder.partial_folder(directory, tag) / name
-                    entries[name] = folder.write_torch_file(path, content, uses_zip=self._uses_zip, advance=shown.advance)
+    def _write_skeletons(self, save: Save, partial: Path, advance: folder.Advance) -> dict[str, Any]:
+        """Write this rank's files without their regions; return their segments, and where their regions are."""
+        if not self._uses_zip:
+            self._fill_memory(save)
+        segments, places = {}, []
+        for file in save.files:
+            holes = [save.regions[number].tensor for number in file.regions] if self._uses_zip else []
+            written = folder.write_with_holes(partial / file.name, file.content, holes, uses_zip=self._uses_zip,
+                                              advance=advance)
+            segments[file.name] = [astuple(segment) for segment in written.segments]
+            places += [(number, file.name, offset) for number, offset in zip(file.regions, written.holes)]
+        return {"segments": segments, "places": places}
 
-        written = self._step(save, write, lambda: entries)
-        known = {name: entry for part in written for name, entry in part.items()}
-        self._step(save, lambda: self._commit(save, known) if self._leads else None)
+    def _fill(self, save: Save, partial: Path, places: Mapping[tuple[int, int], tuple[str, int]],
+              advance: folder.Advance) -> dict[str, list[tuple[int, int, int]]]:
+        """Write what this rank holds of everybody's regions; return the segments by file.
 
-    def _commit(self, save: Save, entries: dict[str, folder.FileEntry]) -> None:
+        places: (file, offset) by global rank and number of the region.
+        """
+        if not self._writes_shards or not self._uses_zip:
+            return {}
+        ranks, me = self._pair.shard.ranks, self._pair.shard.rank
+        with folder.FileFiller(partial, advance) as filler:
+            for number, region in enumerate(save.regions):
+                item = region.tensor.element_size()
+                for move in region.moves():
+                    if move.src_rank == me and self._is_near(me, move.dst_rank):
+                        name, offset = places[ranks[move.dst_rank], number]
+                        filler.write(name, offset + move.dst_start * item, region.values(move))
+                for start, stop in region.gaps(me):
+                    name, offset = places[ranks[me], number]
+                    filler.note(name, zeros(offset + start * item, (stop - start) * item))
+            for piece in save.received:
+                name, offset = places[ranks[me], piece.region]
+                item = save.regions[piece.region].tensor.element_size()
+                filler.write(name, offset + piece.start * item, piece.values)
+        return {name: [astuple(segment) for segment in segments] for name, segments in filler.segments().items()}
+
+    def _fill_memory(self, save: Save) -> None:
+        """Bring this rank's regions into their tensors."""
+        me = self._pair.shard.rank
+        for region in save.regions:
+            region.tensor.zero_()
+            for move in region.moves():
+                if move.src_rank == move.dst_rank == me:
+                    region.tensor[move.dst_start:move.dst_start + move.numel] = region.values(move)
+        for piece in save.received:
+            tensor = save.regions[piece.region].tensor
+            values = piece.values.view(tensor.dtype)
+            tensor[piece.start:piece.start + values.numel()] = values
+
+    def _commit(self, save: Save, segments: Mapping[str, Sequence[Segment]]) -> None:
         partial = folder.partial_folder(save.directory, save.tag)
-        here = {name: entry for name, entry in entries.items() if (partial / name).exists()}
+        here = {name: whole_file(name, parts) for name, parts in segments.items() if (partial / name).exists()}
         engine = self._engine
-        folder.commit(save.directory, save.tag, here, {
+        entries = {name: {"bytes": file.size, "crc32": file.crc32} for name, file in here.items()}
+        folder.commit(save.directory, save.tag, entries, {
             "stage": engine.plan.stage, "world_size": engine.world_size, "shard_size": self._pair.shard.size,
             "global_steps": save.steps, "is_node_local": self._is_node_local})
         if save.updates_latest:
             folder.write_text(save.directory / LATEST, save.tag)
-        if engine.plan.stage > 0 and not (save.directory / ZERO_TO_FP32).exists():
-            _copy_script(save.directory / ZERO_TO_FP32)
+        if engine.plan.stage > 0:
+            _copy_scripts(save.directory)
 
-    def _step(self, save: Save, action: Callable[[], None], result: Callable[[], Any] = lambda: None) -> list[Any]:
+    def _step(self, save: Save, action: Callable[[], Any]) -> list[Any]:
         """Run `action` on every rank and return all ranks' results; if one fails, all clean up and raise the same error."""
         failure: Exception | None = None
+        result = None
         try:
-            action()
+            result = action()
         except Exception as error:
             failure = error
-        told = self._exchange.gather([None if failure is None else f"{type(failure).__name__}: {failure}",
-                                      None if failure is not None else result()])
+        told = self._exchange.gather([None if failure is None else f"{type(failure).__name__}: {failure}", result])
         texts = [text for text, _ in told]
         if any(texts) and self._leads:
             folder.abandon(save.directory, save.tag)
@@ -357,8 +441,8 @@ def _without_parameters(module: torch.nn.Module) -> dict[str, Any]:
             for name, value in module.state_dict().items()}
 
 
-def _bytes_of(file: Content) -> int:
-    total, waiting = 0, [file[1]]
+def _bytes_of(content: Any) -> int:
+    total, waiting = 0, [content]
     while waiting:
         value = waiting.pop()
         if isinstance(value, torch.Tensor):
@@ -370,8 +454,11 @@ def _bytes_of(file: Content) -> int:
     return total
 
 
-def _copy_script(path: Path) -> None:
-    from deepspeed.utils import zero_to_fp32
+def _copy_scripts(directory: Path) -> None:
+    from deepspeed.utils import zero_to_fp32, zero_to_torch
 
-    shutil.copyfile(zero_to_fp32.__file__, path)
-    os.chmod(path, 0o744)
+    for script in (zero_to_fp32, zero_to_torch):
+        target = directory / Path(script.__file__).name
+        if not target.exists():
+            shutil.copyfile(script.__file__, target)
+            target.chmod(0o744)

@@ -12,6 +12,7 @@ from torch import nn
 from deepspeed.checkpoint import weights
 from deepspeed.comm.topology import Topology
 from deepspeed.errors import CheckpointError, UsageError
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.plan import Plan
@@ -321,6 +322,13 @@ class EngineAccessors:
 
     def use_node_local_storage(self) -> bool:
         return self._config.checkpoint.use_node_local_storage
+
+    @property
+    def checkpoint_engine(self) -> TorchCheckpointEngine:
+        """What stores single files in this run's container, for clients that add their own to a checkpoint."""
+        if "_checkpoint_engine" not in self.__dict__:
+            self.__dict__["_checkpoint_engine"] = TorchCheckpointEngine(self._config)
+        return self.__dict__["_checkpoint_engine"]
 
     # ---- data --------------------------------------------------------------------------------------------------------
 

@@ -25,9 +25,12 @@ from launch import run_ranks
 from model import SmallAwkwardModel
 from training import RANK, allow_fp16_on_cpu, full_states, full_weights, is_upstream, of_all_ranks, start, train
 
-# What two implementations may differ by: what is stored must be equal; what is trained differs by the rounding of the
-# low precision, at a learning rate of 1e-2 whose updates Adam normalises.
-TOLERANCES = {"fp32": 1e-5, "bf16": 4e-3, "fp16": 1e-3}
+# What two implementations may differ by: what is stored must be equal; what is trained from it differs by the rounding
+# of low precision gradients and weights, at a learning rate of 1e-2 whose updates Adam normalises.
+LOSS_TOLERANCES = {"fp32": 1e-5, "fp16": 1e-3, "bf16": 4e-3}
+WEIGHT_TOLERANCES = {"fp32": 1e-6, "fp16": 1e-5, "bf16": 1e-3}
+# From a universal checkpoint of stage 3 upstream itself goes on differently: it counts steps once per sub-group.
+UNIVERSAL_STAGE_3_TOLERANCE = 5e-3
 HEADINGS = ("case", "loaded", "states", "buffers", "client", "losses", "trained", "to_fp32", "result")
 
 
@@ -69,7 +72,8 @@ def check_to_fp32(case: Case, folder: Path, expected: dict) -> float:
     weights = get_fp32_state_dict_from_zero_checkpoint(str(folder))
     trainable = {name for name, parameter in SmallAwkwardModel().named_parameters() if parameter.requires_grad}
     names = [name for name in expected["saved"] if name in trainable or case.stage > 1]
-    return difference({name: weights[name].float() for name in names}, {name: expected["saved"][name] for name in names})
+    saved = {name: expected["saved"][name] for name in names}
+    return difference({name: weights[name].float() for name in names}, saved)
 
 
 def check(case: Case, folder: Path, report: Path) -> None:
@@ -86,14 +90,21 @@ def check(case: Case, folder: Path, report: Path) -> None:
         report.write_text(json.dumps(found))
 
 
+def wrong_in(found: dict[str, float], case: Case, is_universal: bool) -> list[str]:
+    """Return a text per difference that is out of tolerance."""
+    limits = {"losses": LOSS_TOLERANCES[case.dtype], "trained": WEIGHT_TOLERANCES[case.dtype]}
+    if is_universal and case.stage == 3:
+        limits = dict.fromkeys(limits, UNIVERSAL_STAGE_3_TOLERANCE)
+    return [f"{what} differs by {value:.3g}" for what, value in found.items() if not value <= limits.get(what, 0.0)]
+
+
 def row_of(case: Case, folder: Path) -> list[str]:
     """Run the check on the case's ranks and return its row of the table; the last cell is "ok" or what is wrong."""
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "report.json")
         error = run_ranks(__file__, case, str(folder), "--report", str(report))
         found = json.loads(report.read_text()) if error is None else {}
-    wrong = [f"{what} differs by {value:.3g}" for what, value in found.items()
-             if not value <= (TOLERANCES[case.dtype] if what in ("losses", "trained") else 0.0)]
+    wrong = wrong_in(found, case, folder.name in UNIVERSAL)
     numbers = [f"{found[heading]:.2g}" if heading in found else "-" for heading in HEADINGS[1:-1]]
     return [folder.name, *numbers, error or "; ".join(wrong) or "ok"]
 

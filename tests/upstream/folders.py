@@ -33,7 +33,7 @@ def convert(source: Path, folder: Path) -> None:
 
 
 def write_all(script: str, folder: Path, only: str) -> None:
-    """Write the cases whose name contains `only` into `folder`, each on its ranks; what is there of them is replaced."""
+    """Write the cases whose name contains `only` into `folder`, replacing what is there of them."""
     folder.mkdir(parents=True, exist_ok=True)
     failures = []
     for case in CASES:

@@ -20,7 +20,8 @@ def wave(shape: tuple[int, ...], phase: int, scale: float) -> Tensor:
 
     They are multiples of 1 / 4096 of `scale`, made from integers, so every machine makes the same bits."""
     count = torch.Size(shape).numel()
-    return ((torch.arange(count) * 2654435761 + phase * 40503) % 8191 - 4095).float().div(4096).mul(scale).reshape(shape)
+    integers = (torch.arange(count) * 2654435761 + phase * 40503) % 8191 - 4095
+    return integers.float().div(4096).mul(scale).reshape(shape)
 
 
 class SmallAwkwardModel(nn.Module):
@@ -74,7 +75,7 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def param_groups(model: nn.Module) -> list[dict]:
-    """Return two optimizer groups of the trainable parameters: matrices, which decay, and the others at half the rate."""
+    """Return two optimizer groups of the trainable parameters: matrices decay, the others train at half the rate."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
         {"params": [parameter for parameter in trainable if parameter.ndim >= 2], "lr": 1e-2, "weight_decay": 0.1},

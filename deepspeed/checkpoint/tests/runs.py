@@ -79,19 +79,28 @@ def weights(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor]:
         return {name: tensor.detach().clone() for name, tensor in engine.module.state_dict().items()}
 
 
-def states(engine: deepspeed.DeepSpeedEngine, keys: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+def states(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor]:
     """Return the full masters, as `name`, and state tensors, as `name/key`. Collective."""
     optimizer = engine.optimizer
-    keys = keys or tuple(sorted(_all_keys(optimizer)))
-    result = {}
+    mine: list[tuple[str, int, torch.Tensor]] = []
+    result: dict[str, torch.Tensor] = {}
     for parameter, name in engine.param_names.items():
         fragment = optimizer.fragment(parameter)
-        if fragment is None:
-            continue
-        result[name] = optimizer.gather_full(fragment, optimizer.local_master(fragment)).clone()
-        for key in keys if parameter.numel() else ():
-            result[f"{name}/{key}"] = optimizer.gather_full(fragment, optimizer.local_state(fragment, key)).clone()
-    return result
+        if fragment is not None and parameter.numel() == 0:
+            result[name] = torch.empty(parameter.shape, dtype=fragment.bucket.dtypes.master)
+        elif fragment is not None and fragment.slice is not None:
+            start = fragment.slice.param_start
+            mine.append((name, start, optimizer.local_master(fragment).clone()))
+            mine += [(f"{name}/{key}", start, optimizer.local_state(fragment, key).clone()) for key in optimizer.state_keys()]
+    everybody = [mine] * engine.world_size
+    if engine.plan.shard_size > 1:
+        torch.distributed.all_gather_object(everybody, mine)
+    shapes = {name: parameter.shape for parameter, name in engine.param_names.items()}
+    for label, start, values in (entry for entries in everybody for entry in entries):
+        shape = shapes[label.partition("/")[0]]
+        full = result.setdefault(label, torch.full(shape, float("nan"), dtype=values.dtype))
+        full.view(-1)[start:start + values.numel()] = values
+    return dict(sorted(result.items()))
 
 
 def scalars(engine: deepspeed.DeepSpeedEngine) -> list[dict[str, Any]]:
@@ -102,12 +111,6 @@ def scalars(engine: deepspeed.DeepSpeedEngine) -> list[dict[str, Any]]:
         if plain not in result:
             result.append(plain)
     return result
-
-
-def _all_keys(optimizer: Any) -> set[str]:
-    keys: list[set[str]] = [set()] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(keys, optimizer.state_keys())
-    return set().union(*keys)
 
 
 def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 0.0) -> None:

@@ -399,16 +399,19 @@ def test_load_hp_checkpoint_state(stage: int, tmp_path: Path) -> None:
     engine, *_ = deepspeed.initialize(model=model, config={
         "train_micro_batch_size_per_gpu": 1, "steps_per_print": None, "zero_optimization": {"stage": stage},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "bf16": {"enabled": True}})
-    engine.backward(engine(torch.ones(1, 3, dtype=torch.bfloat16)).sum())
-    engine.step()
     parts = {"weight": torch.arange(15.0).view(5, 3), "bias": torch.arange(5.0)}
     state = {key: {name: tensor * factor for name, tensor in parts.items()}
              for key, factor in (("exp_avg", 2.0), ("exp_avg_sq", 3.0))}
     rank = ModelRank([parts], state, [{"step": torch.tensor(4.0)}])
-    target = tmp_path / f"universal{engine.global_rank}"
-    source = write_checkpoint(tmp_path / f"t{engine.global_rank}", 1, 1, [rank])
+    target = tmp_path / f"rank{engine.global_rank}" / "universal"
+    source = write_checkpoint(target.parent / "t", 1, 1, [rank])
     convert(parse_arguments(["--input_folder", str(source), "--output_folder", str(target), "--inject_missing_state"]))
     enable_universal_checkpoint(model.parameters())
+    for name, parameter in model.named_parameters():  # the optimizer has no state yet
+        assert parameter.load_hp_checkpoint_state(str(target / "zero" / name), 0, 1) == 4
+        assert torch.equal(deepspeed.utils.safe_get_full_fp32_param(parameter), parts[name])
+    engine.backward(engine(torch.ones(1, 3, dtype=torch.bfloat16)).sum())
+    engine.step()
     for name, parameter in model.named_parameters():
         assert parameter.load_hp_checkpoint_state(str(target / "zero" / name), 0, 1) == 4
         assert torch.equal(deepspeed.utils.safe_get_full_fp32_param(parameter), parts[name])

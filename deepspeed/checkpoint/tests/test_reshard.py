@@ -28,13 +28,15 @@ def source(saved: Path, optimizer: str, dtype: str, stage: int, world: int) -> P
 
 def load_all(sources: list[Path], stage: int, dtype: str, optimizer: str) -> None:
     engine = runs.start(stage, dtype, optimizer, seed=1)
-    for directory in sources:
+    for number, directory in enumerate(sources):
         expected = torch.load(directory / "expected.pt")
         engine.load_checkpoint(directory, tag="t")
         runs.assert_equal(runs.weights(engine), expected["weights"])
         runs.assert_equal(runs.states(engine), expected["states"])
         assert all(state in expected["scalars"] for state in runs.scalars(engine)), directory
         assert (engine.global_steps, engine.global_samples) == (2, 2 * runs.GLOBAL_BATCH)
+        if number % 4 != (stage + engine.world_size) % 4 and len(sources) > 4:
+            continue  # a step takes longer than a load; over all targets, every source gets its turns
         runs.train(engine, 2, 3)
         # another number of ranks adds gradients up in another order
         runs.assert_equal(runs.weights(engine), expected["later"], tolerance=2e-6 if dtype == "fp32" else 2e-2)

@@ -95,7 +95,7 @@ def _check_scaler(scaler: Any, case: Case) -> None:
     if case.stage == 0 and case.dtype == "fp32" or "fp32grads" in case.name:
         assert scaler is None
     elif case.stage == 0:
-        assert scaler["dynamic"] == (case.dtype == "fp16") and scaler["cur_scale"] == (16 if case.dtype == "fp16" else 1)
+        assert scaler["dynamic"] == (case.dtype == "fp16") and scaler["cur_scale"] == 1
         assert scaler["cur_iter"] in (0, STEPS_BEFORE, STEPS_BEFORE + 1)
     else:
         assert type(scaler) is (DynamicLossScaler if case.dtype == "fp16" else LossScaler)
