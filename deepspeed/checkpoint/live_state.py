@@ -96,20 +96,16 @@ def _agree_on_states(optimizer: ShardedOptimizer, states: dict[str, dict[Piece, 
                      ) -> tuple[dict[str, torch.dtype], list[set[str]], dict[str, dict[str, Any]]]:
     """Return the state keys with their dtypes, those of each group, and the other state by parameter name. Collective.
 
-    A parameter's scalars are those of the rank that holds its first element. Other tensors of a parameter that is split over
-    ranks belong to one shard: they go under `name@start:stop`.
+    Where a parameter is split over ranks whose states differ, or are tensors of other shapes, each belongs to one shard: they
+    go under `name@start:stop`.
     """
     dtypes = {(piece.group_id, key): tensor.dtype for key, by_piece in states.items() for piece, tensor in by_piece.items()}
-    mine: list[tuple[list[str], dict[str, Any]]] = []
+    mine: list[tuple[list[tuple[str, int, int, int]], dict[str, Any]]] = []
     for piece, state in optimizer.other_states().items():
-        held = [(piece.bucket.param_names[index], piece.bucket.slice_on_rank(index), piece.bucket.layout.numels[index])
-                for index in piece.indices]
-        scalars = {key: _to_cpu(value) for key, value in state.items() if not _has_shape(value)}
-        shaped = {key: _to_cpu(value) for key, value in state.items() if _has_shape(value)}
-        mine.append(([name for name, piece_slice, _ in held if piece_slice.param_start == 0], scalars))
-        for name, piece_slice, numel in held if shaped else ():
-            is_whole = piece_slice.numel == numel
-            mine.append(([name if is_whole else shard_name(name, piece_slice.param_start, piece_slice.param_end)], shaped))
+        layout, names = piece.bucket.layout, piece.bucket.param_names
+        held = [(names[index], piece.bucket.slice_on_rank(index), layout.numels[index]) for index in piece.indices]
+        mine.append(([(name, part.param_start, part.param_end, numel) for name, part, numel in held],
+                     {key: _to_cpu(value) for key, value in state.items()}))
     group = optimizer.buckets[0].pair.shard if optimizer.buckets else None
     everybody = [(dtypes, mine)] * (1 if group is None else group.size)
     if group is not None and group.size > 1:
@@ -119,11 +115,27 @@ def _agree_on_states(optimizer: ShardedOptimizer, states: dict[str, dict[Piece, 
     keys = {name: _widest(dtype for (_, key), dtype in found if key == name) for name in names}
     keys_of_group = [{key for (group_id, key), _ in found if group_id == number}
                      for number in range(len(optimizer.param_groups))]
+    parts: dict[str, list[tuple[int, int, int, dict[str, Any]]]] = {}
+    for held, state in (entry for _, entries in everybody for entry in entries):
+        for name, start, stop, numel in held:
+            parts.setdefault(name, []).append((start, stop, numel, state))
     result: dict[str, dict[str, Any]] = {}
-    for names, values in (entry for _, entries in everybody for entry in entries):
-        for name in names:
-            result.setdefault(name, {}).update(values)
+    for name, of_name in parts.items():
+        result |= _join_states(name, sorted(of_name, key=lambda part: part[0]))
     return keys, keys_of_group, result
+
+
+def _join_states(name: str, parts: Sequence[tuple[int, int, int, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Return the state of a parameter from what its (start, stop, numel, state) parts have."""
+    start, stop, numel, first = parts[0]
+    if stop - start == numel:
+        return {name: first}
+    scalars = {key: value for key, value in first.items() if not _has_shape(value)}
+    is_common = all(state.keys() == scalars.keys() and all(_is_same(state[key], scalars[key]) for key in scalars)
+                    for *_, state in parts)
+    if is_common:
+        return {name: scalars}
+    return {name: scalars} | {shard_name(name, start, stop): state for start, stop, _, state in parts}
 
 
 def shard_name(name: str, start: int, stop: int) -> str:

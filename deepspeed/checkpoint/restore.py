@@ -306,19 +306,21 @@ def _piece_state(reader: CheckpointReader, extra: ExtraState, piece: Piece) -> d
 
 
 def _other_state(reader: CheckpointReader, extra: ExtraState, name: str, held: ParamSlice, numel: int) -> dict[str, Any]:
-    """Return a parameter's scalars, and its state of other shapes if this rank holds what that was made for."""
-    is_whole = held.numel == numel
+    """Return a parameter's scalars, and its state of other shapes. Raises: CheckpointError when those belong to other
+    elements than this rank holds."""
     state = dict(reader.scalars(name))
-    if is_whole:
-        return state
-    shaped = [key for key, value in state.items() if torch.is_tensor(value) and value.dim() > 0]
-    own = dict(extra.get(shard_name(name, held.param_start, held.param_end), {}))
-    if shaped or (not own and any(other.startswith(f"{name}@") for other in extra)):
+    if any(other.startswith(f"{name}@") for other in extra):
+        own = extra.get(shard_name(name, held.param_start, held.param_end))
+        can_load = own is not None
+        state |= own or {}
+    else:
+        can_load = held.numel == numel or not any(torch.is_tensor(value) and value.dim() > 0 for value in state.values())
+    if not can_load:
         raise CheckpointError(
             f"the optimizer's state of {name} is not one value per element, so it cannot be cut for elements "
             f"{held.param_start} to {held.param_end}. Load on the ranks and the ZeRO stage that saved, or pass "
             "load_optimizer_states=False")
-    return state | own
+    return state
 
 
 def _full_state_dict(reader: CheckpointReader) -> OrderedDict[str, torch.Tensor]:
