@@ -16,6 +16,7 @@ import shutil
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -31,6 +32,8 @@ from deepspeed.version import __version__
 
 MANIFEST_FORMAT = 1
 CHUNK_BYTES = 8 * 2 ** 20
+SMALL_BYTES = 2 ** 18  # handing less to a thread takes longer than writing it
+MAX_THREADS = 4  # beyond that a disk gains little, and a rank's share of the cores is needed for training
 
 Advance = Callable[[int], None]
 FileEntry = dict[str, int]  # {"bytes": ..., "crc32": ...}
@@ -203,37 +206,51 @@ class _ChecksummedFile:
 
 
 class FileFiller:
-    """Context manager that writes tensors into the holes of files, and flushes them to the disk at the end."""
+    """Context manager that writes tensors into the holes of files, with several threads, and flushes them at the end."""
 
     def __init__(self, folder: Path, advance: Advance | None = None):
         self._folder, self._advance = folder, advance
         self._descriptors: dict[str, int] = {}
         self._segments: dict[str, list[Segment]] = {}
+        cores_per_rank = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self._threads = ThreadPoolExecutor(max(1, min(MAX_THREADS, cores_per_rank)), "checkpoint writer")
+        self._pending: list[Future[None]] = []
 
     def __enter__(self) -> FileFiller:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: Any) -> None:
+        """Wait for the threads, flush, and close. Raises: OSError of a write or flush."""
         try:
-            for descriptor in self._descriptors.values():
-                if error_type is None:
+            self._threads.shutdown(cancel_futures=error_type is not None)
+            if error_type is None:
+                for future in self._pending:
+                    future.result()
+                for descriptor in self._descriptors.values():
                     os.fsync(descriptor)
         finally:
             for descriptor in self._descriptors.values():
                 os.close(descriptor)
 
     def write(self, name: str, offset: int, values: torch.Tensor) -> None:
-        """Write a 1-D tensor at `offset` (bytes) of file `name`, which exists. Raises OSError."""
+        """Write a 1-D tensor in host memory at `offset` (bytes) of file `name`, which exists. Raises OSError, perhaps later."""
         if name not in self._descriptors:
             self._descriptors[name] = os.open(self._folder / name, os.O_WRONLY)
-        view = memoryview(values.detach().cpu().contiguous().view(torch.uint8).numpy())
+        view = memoryview(values.detach().contiguous().view(torch.uint8).numpy())
+        if len(view) < SMALL_BYTES:
+            self._write_chunk(name, offset, view)
+            return
         for start in range(0, len(view), CHUNK_BYTES):
-            chunk, written = view[start:start + CHUNK_BYTES], 0
-            while written < len(chunk):
-                written += os.pwrite(self._descriptors[name], chunk[written:], offset + start + written)
-            self.note(name, Segment(offset + start, len(chunk), zlib.crc32(chunk)))
-            if self._advance is not None:
-                self._advance(len(chunk))
+            chunk = view[start:start + CHUNK_BYTES]
+            self._pending.append(self._threads.submit(self._write_chunk, name, offset + start, chunk))
+
+    def _write_chunk(self, name: str, offset: int, chunk: memoryview) -> None:
+        written = 0
+        while written < len(chunk):
+            written += os.pwrite(self._descriptors[name], chunk[written:], offset + written)
+        self.note(name, Segment(offset, len(chunk), zlib.crc32(chunk)))
+        if self._advance is not None:
+            self._advance(len(chunk))
 
     def note(self, name: str, segment: Segment) -> None:
         """Take over a segment that needs no writing."""

@@ -69,14 +69,14 @@ def train(engine: deepspeed.DeepSpeedEngine, first: int, last: int) -> None:
     for step, (ids, targets) in enumerate(batches(seed=5, count=last, micro_batch=GLOBAL_BATCH)):
         if step >= first:
             mine = slice(engine.global_rank * share, (engine.global_rank + 1) * share)
-            engine.backward(engine(ids[mine], targets[mine]))
+            engine.backward(engine(ids[mine].to(engine.device), targets[mine].to(engine.device)))
             engine.step()
 
 
 def weights(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor]:
     """Return the full state dict. Collective."""
     with engine.gathered():
-        return {name: tensor.detach().clone() for name, tensor in engine.module.state_dict().items()}
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in engine.module.state_dict().items()}
 
 
 def states(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor]:
@@ -90,8 +90,9 @@ def states(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor]:
             result[name] = torch.empty(parameter.shape, dtype=fragment.bucket.dtypes.master)
         elif fragment is not None and fragment.slice is not None:
             start = fragment.slice.param_start
-            mine.append((name, start, optimizer.local_master(fragment).clone()))
-            mine += [(f"{name}/{key}", start, optimizer.local_state(fragment, key).clone()) for key in optimizer.state_keys()]
+            mine.append((name, start, optimizer.local_master(fragment).to("cpu", copy=True)))
+            mine += [(f"{name}/{key}", start, optimizer.local_state(fragment, key).to("cpu", copy=True))
+                     for key in optimizer.state_keys()]
     everybody = [mine] * engine.world_size
     if engine.plan.shard_size > 1:
         torch.distributed.all_gather_object(everybody, mine)
