@@ -3,7 +3,7 @@
     PYTHONPATH=. python benchmarks/checkpoint_gpu.py [--layers 10] [--directory DIR] [--repeats 3]
 
 Prints, beside torch.save of the same bytes (which copies to the host by itself) with fsync: the time of a synchronous save,
-and of the call and the rest of an asynchronous one.The floor of the call is the copy of the state over the bus.
+and of the call and the rest of an asynchronous one. The floor of the call is the copy of the state over the bus.
 """
 from __future__ import annotations
 

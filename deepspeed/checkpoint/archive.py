@@ -10,6 +10,9 @@ import struct
 import sys
 import zipfile
 import zlib
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +44,29 @@ def read_bytes(path: Path, start: int, count: int) -> bytearray:
     return buffer
 
 
+Note = tuple[Path, int, int]  # file, first byte, number of bytes
+
+
+@dataclass(frozen=True)
+class _Noted:
+    paths: Set[Path]
+    notes: list[Note]
+
+
+_noted: ContextVar[_Noted | None] = ContextVar("reads to note", default=None)
+
+
+@contextmanager
+def noting_reads(paths: Set[Path]) -> Iterator[list[Note]]:
+    """Within the context, records of these files read as zeros, and what was read of them is noted."""
+    noted = _Noted(paths, [])
+    token = _noted.set(noted)
+    try:
+        yield noted.notes
+    finally:
+        _noted.reset(token)
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """One record of the archive, stored as it is (not compressed)."""
@@ -51,12 +77,21 @@ class Record:
 
     def read(self, start: int, stop: int) -> bytearray:
         """Return bytes `start` to `stop` (exclusive) of the record."""
+        first = self.data_start + start
+        noted = _noted.get()
+        if noted is not None and self.path in noted.paths:
+            noted.notes.append((self.path, first, stop - start))
+            return bytearray(stop - start)
+        return read_bytes(self.path, first, stop - start)
+
+    @property
+    def data_start(self) -> int:
+        """First byte of the record's content in the file."""
         header = read_bytes(self.path, self.header_start, _LOCAL_HEADER.size)
         signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
         if signature != _MAGIC:
             raise CheckpointError(f"{self.path} has no record at byte {self.header_start}: it is damaged.")
-        data_start = self.header_start + _LOCAL_HEADER.size + name_bytes + extra_bytes
-        return read_bytes(self.path, data_start + start, stop - start)
+        return self.header_start + _LOCAL_HEADER.size + name_bytes + extra_bytes
 
 
 class Archive:
@@ -93,9 +128,15 @@ class Archive:
             raise CheckpointError(f"{self.path} lacks its record {name}: it is damaged. Load an earlier tag.")
         return Record(self.path, entry.header_offset, entry.file_size)
 
+    def tensor_ranges(self) -> list[tuple[int, int]]:
+        """Return (first byte, end) of every record that holds a tensor's elements."""
+        names = [name.removeprefix(self._prefix) for name in self._entries]
+        records = [self.record(name) for name in names if name.startswith("data/")]
+        return [(start, start + record.nbytes) for record in records for start in [record.data_start]]
+
     def _read_checked(self, name: str) -> bytes:
         record = self.record(name)
-        data = bytes(record.read(0, record.nbytes))
+        data = bytes(read_bytes(self.path, record.data_start, record.nbytes))  # also of files whose tensors are noted
         expected = self._entries[self._prefix + name].CRC  # 0 when written with set_crc32_options(False)
         if expected not in (0, zlib.crc32(data)):
             raise CheckpointError(f"{self.path}: the checksum of record {name} is wrong: the file is damaged. Load an earlier "

@@ -6,8 +6,9 @@ is exchanged. First everything that can be wrong is looked for on all ranks, the
 from __future__ import annotations
 
 import logging
+import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +23,7 @@ from deepspeed.checkpoint.progress import CheckpointProgress
 from deepspeed.checkpoint.random_states import restore_random_states
 from deepspeed.checkpoint.reader import CheckpointReader, open_checkpoint
 from deepspeed.checkpoint.safe_load import load_file
+from deepspeed.checkpoint.scattered import ScatteredFolder
 from deepspeed.checkpoint.shard_file import materialize
 from deepspeed.checkpoint.writer import raise_together
 from deepspeed.comm.host_exchange import HostExchange
@@ -66,16 +68,59 @@ class CheckpointLoader:
         if not candidates:
             logger.warning("%s has no file named %s, so nothing is loaded. Pass tag=... to load without it.", directory, LATEST)
             return None, None
-        reader = self._open_first(candidates)
-        what = f"checkpoint {reader.folder} was not loaded"
+        path = self._first_whole(candidates)
+        what = f"{path} cannot be loaded"
+        scattered = self._together(what, lambda: self._scattered(path))
+        if not scattered.is_scattered:
+            return self._load(path, path, options)
+        try:
+            self._together(what, scattered.make_view)
+            reader = self._together(what, lambda: self._reader(scattered.view))
+            self._together(what, lambda: scattered.fetch(lambda: self._rehearse(reader, options)))
+            return self._load(path, scattered.view, options)
+        finally:
+            scattered.remove_view()
+
+    def _load(self, path: Path, place: Path, options: LoadOptions) -> tuple[str, dict[str, Any]]:
+        """Load the folder `path`, whose files are read from `place`."""
+        reader = self._together(f"{path} cannot be loaded", lambda: self._reader(place))
+        what = f"checkpoint {path} was not loaded"
         self._together(what, lambda: self._check(reader, options))
         self._engine._parts.coordinator.finish_pending()
         self._load_weights(reader, options, what)
-        if options.optimizer_states and not options.module_only and self._optimizer is not None:
+        if self._loads_states(options):
             self._load_optimizer(reader, what)
         if not options.module_only:
             self._together(what, lambda: self._load_rest(reader, options))
-        return str(reader.folder), self._together(what, lambda: self._client_state(reader, options))
+        return str(path), self._together(what, lambda: self._client_state(reader, options))
+
+    def _loads_states(self, options: LoadOptions) -> bool:
+        return options.optimizer_states and not options.module_only and self._optimizer is not None
+
+    def _scattered(self, path: Path) -> ScatteredFolder:
+        engine = self._engine
+        return ScatteredFolder(path, engine.topology.world, engine.local_rank == 0, engine.device)
+
+    def _rehearse(self, reader: CheckpointReader, options: LoadOptions) -> None:
+        """Read what this rank will load, and drop it."""
+        value = self._value_of(reader, options)
+        for bucket in self._engine._parts.buckets:
+            for index in range(len(bucket.params)):
+                value(bucket, index)
+        if self._loads_states(options) and reader.has_optimizer_state:
+            extra = reader.extra_state()
+            for bucket in self._optimizer.buckets:
+                for piece in self._optimizer.pieces_of(bucket):
+                    _piece_state(reader, extra, piece)
+        if options.custom_load is not None:
+            _full_state_dict(reader)
+        for name, _ in self._unmanaged_parameters(reader):
+            reader.weight(name)
+        for buffer in reader.buffers.values():
+            buffer.load()
+        materialize(reader.model_state.get("lr_scheduler"))
+        materialize(reader.model_state.get("data_sampler"))
+        self._client_state(reader, options)
 
     @property
     def _optimizer(self) -> ShardedOptimizer | None:
@@ -111,22 +156,22 @@ class CheckpointLoader:
         earlier = tags[:tags.index(first.name)] if first.name in tags else tags
         return [first, *(directory / name for name in reversed(earlier))]
 
-    def _open_first(self, candidates: Sequence[Path]) -> CheckpointReader:
-        """Open the first folder that is whole. Collective: the ranks share the reading of the checksums."""
+    def _first_whole(self, candidates: Sequence[Path]) -> Path:
+        """Return the first folder that is whole. Collective: the ranks share the reading for the checksums."""
         for path in candidates[:-1]:
             try:
-                return self._open(path)
+                return self._checked(path)
             except CheckpointError as error:
                 logger.error("%s Trying the tag before it.", error)
-        return self._open(candidates[-1])
+        return self._checked(candidates[-1])
 
-    def _open(self, path: Path) -> CheckpointReader:
+    def _checked(self, path: Path) -> Path:
         remedy = ". Copy the files back, or load an earlier tag (checkpoint.load_fallback does so by itself)"
         found = self._together(f"{path} cannot be loaded", lambda: self._problems(path))
         problems = [problem for of_rank in self._exchange.gather(found) for problem in of_rank]
         if problems:
             raise CheckpointError(f"{path} is damaged: {'; '.join(dict.fromkeys(problems))}{remedy}.")
-        return self._together(f"{path} cannot be loaded", lambda: self._reader(path))
+        return path
 
     def _problems(self, path: Path) -> list[str]:
         """Return what is wrong with this rank's share of the files; nothing is known of files without a manifest."""
@@ -134,17 +179,21 @@ class CheckpointLoader:
         if manifest is None:
             return []
         engine, names = self._engine, list(manifest["files"])
-        is_local = manifest.get("is_node_local", False)
-        mine = names if is_local else names[engine.global_rank::engine.world_size]
+        if manifest.get("is_node_local", False):  # every machine has files of its own
+            mine = names[engine.local_rank::int(os.environ.get("LOCAL_WORLD_SIZE", 1))]
+        else:
+            mine = names[engine.global_rank::engine.world_size]
         size = sum(manifest["files"][name]["bytes"] for name in mine)
         with CheckpointProgress(f"checking {path.name}", size, engine.global_rank == 0) as shown:
             return folder.verify_files(path, manifest, mine, shown.advance)
 
     def _reader(self, path: Path) -> CheckpointReader:
-        optimizer, names = self._optimizer, self._engine.param_names
+        engine, optimizer, names = self._engine, self._optimizer, self._engine.param_names
         grouped = [] if optimizer is None else optimizer.grouped_params
         groups = [[names[parameter] for parameter in group] for group in grouped] or None
-        return open_checkpoint(path, self._engine.topology.model_parallel.rank, groups)
+        group = engine.topology.model_parallel
+        shapes = {name: parameter.shape for parameter, name in names.items()}
+        return open_checkpoint(path, group.rank, groups, mp_world_size=group.size, shapes=shapes)
 
     # ---- checking ----------------------------------------------------------------------------------------------------
 
@@ -174,21 +223,10 @@ class CheckpointLoader:
 
     def _load_weights(self, reader: CheckpointReader, options: LoadOptions, what: str) -> None:
         """Load parameters and buffers; where the optimizer's state follows, the masters with their full precision."""
-        loads_states = options.optimizer_states and not options.module_only and self._optimizer is not None
-        uses_masters = (loads_states and reader.has_masters
-                        and self._engine._config.zero_optimization.load_from_fp32_weights)
-
-        def value(bucket: ParamBucket, index: int) -> torch.Tensor | None:
-            held, name = bucket.slice_on_rank(index), _find(reader, bucket.param_names[index])
-            if held is None or name is None:
-                return None
-            if uses_masters and reader.parameters[name].group is not None:
-                return reader.read(name, MASTER_KEY, held.param_start, held.param_end)
-            return reader.weight(name, held.param_start, held.param_end)
-
+        value = self._value_of(reader, options)
         if options.custom_load is not None:
             self._load_by_client(reader, options.custom_load, what)
-            if not uses_masters:
+            if not self._uses_masters(reader, options):
                 return
         trainable = () if self._optimizer is None else self._optimizer.buckets
         others = [bucket for bucket in self._engine._parts.buckets if bucket not in trainable]
@@ -199,6 +237,32 @@ class CheckpointLoader:
             bucket.shard_changed()
             if not bucket.is_sharded:
                 bucket.start_gather("the checkpoint")
+
+    def _uses_masters(self, reader: CheckpointReader, options: LoadOptions) -> bool:
+        wants = self._engine._config.zero_optimization.load_from_fp32_weights
+        return wants and reader.has_masters and self._loads_states(options)
+
+    def _value_of(self, reader: CheckpointReader, options: LoadOptions) -> Callable[[ParamBucket, int], torch.Tensor | None]:
+        """Return what reads this rank's elements of a bucket's parameter; None for one that the checkpoint lacks."""
+        uses_masters = self._uses_masters(reader, options)
+
+        def value(bucket: ParamBucket, index: int) -> torch.Tensor | None:
+            held, name = bucket.slice_on_rank(index), _find(reader, bucket.param_names[index])
+            if held is None or name is None:
+                return None
+            if uses_masters and reader.parameters[name].group is not None:
+                return reader.read(name, MASTER_KEY, held.param_start, held.param_end)
+            return reader.weight(name, held.param_start, held.param_end)
+
+        return value
+
+    def _unmanaged_parameters(self, reader: CheckpointReader) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield the parameters that no bucket holds, with the names that the checkpoint has for them."""
+        managed = {parameter for bucket in self._engine._parts.buckets for parameter in bucket.params}
+        for name, parameter in self._engine.module.named_parameters():
+            found = _find(reader, name)
+            if parameter not in managed and found is not None:
+                yield found, parameter
 
     @torch.no_grad()
     def _read_weights(self, reader: CheckpointReader, value: Callable[[ParamBucket, int], torch.Tensor | None],
@@ -212,13 +276,9 @@ class CheckpointLoader:
                 held, found = bucket.slice_on_rank(index), value(bucket, index)
                 if found is not None:
                     bucket.shard[held.shard_start:held.shard_end].copy_(found)
-        module = self._engine.module
-        managed = {parameter for bucket in self._engine._parts.buckets for parameter in bucket.params}
-        for name, parameter in module.named_parameters():
-            found_name = _find(reader, name)
-            if parameter not in managed and found_name is not None:
-                parameter.copy_(reader.weight(found_name).view(parameter.shape))
-        for name, buffer in persistent_buffers(module).items():
+        for name, parameter in self._unmanaged_parameters(reader):
+            parameter.copy_(reader.weight(name).view(parameter.shape))
+        for name, buffer in persistent_buffers(self._engine.module).items():
             if name in reader.buffers:
                 buffer.copy_(reader.buffers[name].load())
 

@@ -13,6 +13,7 @@ import logging
 import platform
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 logger = logging.getLogger(__name__)
+
+APPEARANCE_SECONDS = 5.0  # file systems over a network may show a new folder late
 
 @dataclass(frozen=True)
 class File:
@@ -320,6 +323,7 @@ class CheckpointWriter:
         directory, tag = save.directory, save.tag
         partial = folder.partial_folder(directory, tag)
         self._step(save, lambda: folder.begin(directory, tag) if self._leads else None)
+        self._step(save, lambda: self._expect(partial))
         total = sum(_bytes_of(file.content) for file in save.files)
         with CheckpointProgress(f"writing {tag}", total, self._engine.global_rank == 0) as shown:
             skeletons = self._step(save, lambda: self._write_skeletons(save, partial, shown.advance))
@@ -327,10 +331,22 @@ class CheckpointWriter:
                       for number, name, offset in told["places"]}
             filled = self._step(save, lambda: self._fill(save, partial, places, shown.advance))
         segments: dict[str, list[Segment]] = {}
-        for told in [*(skeleton["segments"] for skeleton in skeletons), *filled]:
-            for name, parts in told.items():
+        mine = self._machines[self._engine.global_rank]
+        for machine, skeleton, others in zip(self._machines, skeletons, filled):
+            if self._is_node_local and machine != mine:
+                continue  # on another disk, perhaps under the same name
+            for name, parts in [*skeleton["segments"].items(), *others.items()]:
                 segments.setdefault(name, []).extend(Segment(*part) for part in parts)
         self._step(save, lambda: self._commit(save, segments) if self._leads else None)
+
+    @staticmethod
+    def _expect(partial: Path) -> None:
+        deadline = time.monotonic() + APPEARANCE_SECONDS
+        while not partial.is_dir() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        if not partial.is_dir():
+            raise FileNotFoundError(f"{partial} is not here, though the rank that leads has made it. If the machines do not "
+                                    "share this storage, set checkpoint.use_node_local_storage to true")
 
     def _write_skeletons(self, save: Save, partial: Path, advance: folder.Advance) -> dict[str, Any]:
         """Write this rank's files without their regions; return their segments, and where their regions are."""
@@ -384,10 +400,9 @@ class CheckpointWriter:
             tensor[piece.start:piece.start + values.numel()] = values
 
     def _commit(self, save: Save, segments: Mapping[str, Sequence[Segment]]) -> None:
-        partial = folder.partial_folder(save.directory, save.tag)
-        here = {name: whole_file(name, parts) for name, parts in segments.items() if (partial / name).exists()}
         engine = self._engine
-        entries = {name: {"bytes": file.size, "crc32": file.crc32} for name, file in here.items()}
+        files = {name: whole_file(name, parts) for name, parts in segments.items()}
+        entries = {name: {"bytes": file.size, "crc32": file.crc32} for name, file in files.items()}
         folder.commit(save.directory, save.tag, entries, {
             "stage": engine.plan.stage, "world_size": engine.world_size, "shard_size": self._pair.shard.size,
             "global_steps": save.steps, "is_node_local": self._is_node_local})
