@@ -32,6 +32,7 @@ from deepspeed.version import __version__
 
 MANIFEST_FORMAT = 1
 CHUNK_BYTES = 8 * 2 ** 20
+FLUSH_BYTES = 64 * 2 ** 20
 SMALL_BYTES = 2 ** 18  # handing less to a thread takes longer than writing it
 MAX_THREADS = 4  # beyond that a disk gains little, and a rank's share of the cores is needed for training
 
@@ -83,11 +84,11 @@ def commit(directory: Path, tag: str, entries: Mapping[str, FileEntry], facts: M
     partial, target, replaced = partial_folder(directory, tag), directory / tag, replaced_folder(directory, tag)
     manifest = {"format": MANIFEST_FORMAT, "version": __version__, **facts, "files": dict(sorted(entries.items()))}
     write_text(partial / MANIFEST, json.dumps(manifest, indent=1))
-    _sync_folder(partial)
+    sync_folder(partial)
     if target.exists():
         target.rename(replaced)
     partial.rename(target)
-    _sync_folder(directory)
+    sync_folder(directory)
     if replaced.exists():
         shutil.rmtree(replaced)
 
@@ -109,7 +110,7 @@ def write_text(path: Path, text: str) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,8 @@ class WrittenFile:
 def write_torch_file(path: Path, content: Any, *, uses_zip: bool = True, advance: Advance | None = None) -> FileEntry:
     """Write `content` with torch.save, flush it to the disk and return its manifest entry. Raises OSError."""
     written = whole_file(path.name, write_with_holes(path, content, (), uses_zip=uses_zip, advance=advance).segments)
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
     return {"bytes": written.size, "crc32": written.crc32}
 
 
@@ -130,7 +133,8 @@ def write_with_holes(path: Path, content: Any, holes: Sequence[torch.Tensor], *,
                      advance: Advance | None = None) -> WrittenFile:
     """Write `content` with torch.save, but leave out the bytes of the tensors `holes`, which others fill in (`FileFiller`).
 
-    The tensors are contiguous, alone in their storage, and need no memory behind them. Flushes to the disk. Raises OSError.
+    The tensors are contiguous, alone in their storage, and need no memory behind them. Does not flush to the disk. Raises
+    OSError.
     """
     with open(path, "wb", buffering=0) as file:
         writer = _ChecksummedFile(file, holes, advance)
@@ -142,7 +146,6 @@ def write_with_holes(path: Path, content: Any, holes: Sequence[torch.Tensor], *,
                 raise
             raise writer.failure from None  # torch goes on writing, and complains about the position
         file.truncate(writer.position)
-        os.fsync(file.fileno())
     return WrittenFile(join_adjacent(writer.segments), [writer.places[number] for number in range(len(holes))])
 
 
@@ -214,6 +217,8 @@ class FileFiller:
         self._segments: dict[str, list[Segment]] = {}
         cores_per_rank = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self._threads = ThreadPoolExecutor(max(1, min(MAX_THREADS, cores_per_rank)), "checkpoint writer")
+        self._flusher = ThreadPoolExecutor(1, "checkpoint flusher")
+        self._unflushed: dict[str, int] = {}
         self._pending: list[Future[None]] = []
 
     def __enter__(self) -> FileFiller:
@@ -223,9 +228,11 @@ class FileFiller:
         """Wait for the threads, flush, and close. Raises: OSError of a write or flush."""
         try:
             self._threads.shutdown(cancel_futures=error_type is not None)
+            self._flusher.shutdown(cancel_futures=True)
             if error_type is None:
                 for future in self._pending:
-                    future.result()
+                    if not future.cancelled():
+                        future.result()
                 for descriptor in self._descriptors.values():
                     os.fsync(descriptor)
         finally:
@@ -234,8 +241,7 @@ class FileFiller:
 
     def write(self, name: str, offset: int, values: torch.Tensor) -> None:
         """Write a 1-D tensor in host memory at `offset` (bytes) of file `name`, which exists. Raises OSError, perhaps later."""
-        if name not in self._descriptors:
-            self._descriptors[name] = os.open(self._folder / name, os.O_WRONLY)
+        self.open(name)
         view = memoryview(values.detach().contiguous().view(torch.uint8).numpy())
         if len(view) < SMALL_BYTES:
             self._write_chunk(name, offset, view)
@@ -244,11 +250,20 @@ class FileFiller:
             chunk = view[start:start + CHUNK_BYTES]
             self._pending.append(self._threads.submit(self._write_chunk, name, offset + start, chunk))
 
+    def open(self, name: str) -> None:
+        """Flush file `name` at the end, also if nothing is written into it here."""
+        if name not in self._descriptors:
+            self._descriptors[name] = os.open(self._folder / name, os.O_WRONLY)
+
     def _write_chunk(self, name: str, offset: int, chunk: memoryview) -> None:
         written = 0
         while written < len(chunk):
             written += os.pwrite(self._descriptors[name], chunk[written:], offset + written)
         self.note(name, Segment(offset, len(chunk), zlib.crc32(chunk)))
+        self._unflushed[name] = self._unflushed.get(name, 0) + len(chunk)
+        if self._unflushed[name] > FLUSH_BYTES:  # the disk works while the next bytes are copied and summed up
+            self._unflushed[name] = 0
+            self._pending.append(self._flusher.submit(os.fdatasync, self._descriptors[name]))
         if self._advance is not None:
             self._advance(len(chunk))
 
@@ -340,7 +355,8 @@ def file_crc32(path: Path, advance: Advance | None = None) -> int:
     return crc32
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

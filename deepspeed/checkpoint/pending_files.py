@@ -2,12 +2,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from deepspeed.checkpoint.folder import sync_folder
 from deepspeed.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -53,17 +53,9 @@ def _publish(folder: Path, pending: Mapping[str, Path], family: re.Pattern[str] 
         if path.name not in pending:
             path.unlink(missing_ok=True)
             logger.info("%s was of an earlier export and has been removed", path)
-    _sync_folder(folder)
+    sync_folder(folder)
 
 
 def _final_name(path: Path) -> str:
     """Return the name without what marks a file that a killed export has left."""
     return path.name.removeprefix(".").removesuffix(".partial")
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

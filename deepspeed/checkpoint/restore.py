@@ -25,7 +25,7 @@ from deepspeed.checkpoint.reader import CheckpointReader, open_checkpoint
 from deepspeed.checkpoint.safe_load import load_file
 from deepspeed.checkpoint.scattered import ScatteredFolder
 from deepspeed.checkpoint.shard_file import materialize
-from deepspeed.checkpoint.writer import raise_together
+from deepspeed.checkpoint.writer import attempt, raise_together
 from deepspeed.comm.host_exchange import HostExchange
 from deepspeed.errors import CheckpointError
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
@@ -128,12 +128,7 @@ class CheckpointLoader:
 
     def _together(self, what: str, action: Callable[[], Result]) -> Result:
         """Return what `action` returns; if it fails on any rank, raise the same error on every rank."""
-        failure: Exception | None = None
-        result = None
-        try:
-            result = action()
-        except Exception as error:
-            failure = error
+        result, failure = attempt(action)
         text = None if failure is None else str(failure) if isinstance(failure, CheckpointError) else (
             f"{type(failure).__name__}: {failure}")
         raise_together(what, self._exchange.gather(text), cause=failure)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 APPEARANCE_SECONDS = 5.0  # file systems over a network may show a new folder late
 
 @dataclass(frozen=True)
@@ -130,8 +131,8 @@ class CheckpointWriter:
     def _validate(self, directory: Path, tag: str, client_state: Mapping[str, Any]) -> None:
         """Refuse what could not be loaded again, on every rank and before anything is written."""
         engine = self._engine
-        problem = None
-        try:
+
+        def look() -> None:
             for key in RESERVED_KEYS:
                 if key in client_state:
                     raise KeyError(f"client_state has the key {key!r}, which the checkpoint needs itself. Rename it.")
@@ -139,8 +140,8 @@ class CheckpointWriter:
             refuse_unloadable("client_state", dict(client_state))
             if engine.lr_scheduler is not None:
                 refuse_unloadable("lr_scheduler.state_dict()", engine.lr_scheduler.state_dict())
-        except Exception as error:
-            problem = error
+
+        _, problem = attempt(look)
         told = self._exchange.gather([tag, None if problem is None else f"{type(problem).__name__}: {problem}"])
         if isinstance(problem, KeyError):
             raise problem
@@ -323,7 +324,6 @@ class CheckpointWriter:
         directory, tag = save.directory, save.tag
         partial = folder.partial_folder(directory, tag)
         self._step(save, lambda: folder.begin(directory, tag) if self._leads else None)
-        self._step(save, lambda: self._expect(partial))
         total = sum(_bytes_of(file.content) for file in save.files)
         with CheckpointProgress(f"writing {tag}", total, self._engine.global_rank == 0) as shown:
             skeletons = self._step(save, lambda: self._write_skeletons(save, partial, shown.advance))
@@ -350,6 +350,7 @@ class CheckpointWriter:
 
     def _write_skeletons(self, save: Save, partial: Path, advance: folder.Advance) -> dict[str, Any]:
         """Write this rank's files without their regions; return their segments, and where their regions are."""
+        self._expect(partial)
         if not self._uses_zip:
             self._fill_memory(save)
         segments, places = {}, []
@@ -367,11 +368,12 @@ class CheckpointWriter:
 
         places: (file, offset) by global rank and number of the region.
         """
-        if not self._writes_shards or not self._uses_zip:
-            return {}
         ranks, me = self._pair.shard.ranks, self._pair.shard.rank
+        fills = self._writes_shards and self._uses_zip
         with folder.FileFiller(partial, advance) as filler:
-            for number, region in enumerate(save.regions):
+            for file in save.files:
+                filler.open(file.name)
+            for number, region in enumerate(save.regions if fills else ()):
                 item = region.tensor.element_size()
                 for move in region.moves():
                     if move.src_rank == me and self._is_near(me, move.dst_rank):
@@ -380,7 +382,7 @@ class CheckpointWriter:
                 for start, stop in region.gaps(me):
                     name, offset = places[ranks[me], number]
                     filler.note(name, zeros(offset + start * item, (stop - start) * item))
-            for piece in save.received:
+            for piece in save.received if fills else ():
                 name, offset = places[ranks[me], piece.region]
                 item = save.regions[piece.region].tensor.element_size()
                 filler.write(name, offset + piece.start * item, piece.values)
@@ -413,12 +415,7 @@ class CheckpointWriter:
 
     def _step(self, save: Save, action: Callable[[], Any]) -> list[Any]:
         """Run `action` on every rank and return all ranks' results; if one fails, all clean up and raise the same error."""
-        failure: Exception | None = None
-        result = None
-        try:
-            result = action()
-        except Exception as error:
-            failure = error
+        result, failure = attempt(action)
         told = self._exchange.gather([None if failure is None else f"{type(failure).__name__}: {failure}", result])
         texts = [text for text, _ in told]
         if any(texts) and self._leads:
@@ -426,6 +423,14 @@ class CheckpointWriter:
         raise_together(f"checkpoint {save.tag} was not written to {save.directory}", texts,
                        " What was saved before is untouched.", failure)
         return [value for _, value in told]
+
+
+def attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    """Return what `action` returns, or the error that it raises: other ranks must hear of it first."""
+    try:
+        return action(), None
+    except Exception as error:
+        return None, error
 
 
 def raise_together(what: str, texts: list[str | None], remedy: str = "", cause: Exception | None = None) -> None:

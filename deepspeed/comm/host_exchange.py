@@ -17,8 +17,8 @@ import torch.distributed as dist
 from deepspeed.comm.topology import Group
 from deepspeed.errors import CommError
 
-FIRST_POLL_SECONDS = 0.001
-LONGEST_POLL_SECONDS = 0.1
+# Pauses between two looks: a small part of the time waited so far, so that nobody is late by more than that part.
+FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS, POLL_RATIO = 0.0005, 0.1, 1 / 32
 TIMEOUT_SECONDS = 3600.0
 
 
@@ -70,26 +70,28 @@ class HostExchange:
         return values
 
     def _await_departure(self, number: int) -> None:
-        deadline, pause = time.monotonic() + self._timeout_seconds, FIRST_POLL_SECONDS
+        started = time.monotonic()
         while self._store.add(f"{number}/left", 0) < self.group.size - 1:
-            if time.monotonic() > deadline:
+            if time.monotonic() - started > self._timeout_seconds:
                 raise CommError(f"not every rank of {self.group.name} read what the others said within "
                                 f"{self._timeout_seconds:.0f} s. Look at the ranks' logs for the first failure.")
-            time.sleep(pause)
-            pause = min(pause * 1.5, LONGEST_POLL_SECONDS)
+            _pause(started)
 
     def _wait(self, keys: Sequence[str], what: str) -> None:
         # Asked again and again: a blocking wait would keep the store's connection from the training thread.
-        missing, deadline, pause = list(keys), time.monotonic() + self._timeout_seconds, FIRST_POLL_SECONDS
+        missing, started = list(keys), time.monotonic()
         while True:
             missing = [key for key in missing if not self._store.check([key])]
             if not missing:
                 return
-            if time.monotonic() > deadline:
+            if time.monotonic() - started > self._timeout_seconds:
                 raise CommError(f"waited {self._timeout_seconds:.0f} s for {what} (group {self.group.name}, missing "
                                 f"{_names(missing)}). Look at the ranks' logs for the first failure.")
-            time.sleep(pause)
-            pause = min(pause * 1.5, LONGEST_POLL_SECONDS)
+            _pause(started)
+
+
+def _pause(started: float) -> None:
+    time.sleep(min(max((time.monotonic() - started) * POLL_RATIO, FIRST_POLL_SECONDS), LONGEST_POLL_SECONDS))
 
 
 def _names(keys: Iterable[str]) -> str:
