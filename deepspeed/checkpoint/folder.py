@@ -248,7 +248,13 @@ class FileFiller:
             return
         for start in range(0, len(view), CHUNK_BYTES):
             chunk = view[start:start + CHUNK_BYTES]
-            self._pending.append(self._threads.submit(self._write_chunk, name, offset + start, chunk))
+            self._submit(self._threads, self._write_chunk, name, offset + start, chunk)
+
+    def _submit(self, threads: ThreadPoolExecutor, function: Callable[..., None], *arguments: Any) -> None:
+        try:
+            self._pending.append(threads.submit(function, *arguments))
+        except RuntimeError:  # the interpreter is ending and makes no more threads; this one, it waits for
+            function(*arguments)
 
     def open(self, name: str) -> None:
         """Flush file `name` at the end, also if nothing is written into it here."""
@@ -263,7 +269,7 @@ class FileFiller:
         self._unflushed[name] = self._unflushed.get(name, 0) + len(chunk)
         if self._unflushed[name] > FLUSH_BYTES:  # the disk works while the next bytes are copied and summed up
             self._unflushed[name] = 0
-            self._pending.append(self._flusher.submit(os.fdatasync, self._descriptors[name]))
+            self._submit(self._flusher, os.fdatasync, self._descriptors[name])
         if self._advance is not None:
             self._advance(len(chunk))
 

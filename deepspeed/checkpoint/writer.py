@@ -92,7 +92,7 @@ class CheckpointWriter:
         Raises: CheckpointError, the same on every rank; the folder that was there before stays as it is.
         """
         self.wait()
-        self._validate(directory, tag, client_state)
+        tag = self._validate(directory, tag, client_state)
         save = self._look(directory, tag, dict(client_state), updates_latest, excludes_frozen)
         if not self._is_async:
             self._write(save)
@@ -128,8 +128,8 @@ class CheckpointWriter:
 
     # ---- look --------------------------------------------------------------------------------------------------------
 
-    def _validate(self, directory: Path, tag: str, client_state: Mapping[str, Any]) -> None:
-        """Refuse what could not be loaded again, on every rank and before anything is written."""
+    def _validate(self, directory: Path, tag: str, client_state: Mapping[str, Any]) -> str:
+        """Refuse what could not be loaded again, on every rank and before anything is written; return the common tag."""
         engine = self._engine
 
         def look() -> None:
@@ -146,16 +146,17 @@ class CheckpointWriter:
         if isinstance(problem, KeyError):
             raise problem
         raise_together(f"{tag} cannot be saved to {directory}", [text for _, text in told])
-        self._compare_tags([given for given, _ in told])
+        return self._common_tag([given for given, _ in told])
 
-    def _compare_tags(self, tags: list[str]) -> None:
+    def _common_tag(self, tags: list[str]) -> str:
         mode = self._engine._config.checkpoint.tag_validation.lower()
         if mode == "ignore" or len(set(tags)) == 1:
-            return
+            return tags[0]
         text = f"ranks save under different tags: {dict(enumerate(tags))}. Pass the same tag on every rank."
         if mode == "fail":
             raise CheckpointError(text)
-        logger.warning("%s", text)
+        logger.warning("%s The tag of rank 0 is used.", text)
+        return tags[0]
 
     def _look(self, directory: Path, tag: str, client_state: dict[str, Any], updates_latest: bool,
               excludes_frozen: bool) -> Save:

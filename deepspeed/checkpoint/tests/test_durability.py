@@ -273,6 +273,40 @@ def test_one_of_two_ranks_is_killed(stage: int, tmp_path: Path) -> None:
     assert folder.verify_files(directory / "first", folder.read_manifest(directory / "first")) == []
 
 
+ENDS = textwrap.dedent("""
+    import pathlib, sys, time
+    import torch
+    import deepspeed
+    from deepspeed.checkpoint import folder
+    from deepspeed.checkpoint.tests import runs
+
+    torch.distributed.init_process_group("gloo")
+    engine = runs.start(int(sys.argv[-1]), checkpoint={"async_save": True})
+    runs.train(engine, 0, 1)
+    folder.SMALL_BYTES = 0
+    write = folder.write_with_holes
+
+    def slow(*arguments, **options):
+        time.sleep(1)  # the main thread ends meanwhile
+        return write(*arguments, **options)
+
+    folder.write_with_holes = slow
+    engine.save_checkpoint(pathlib.Path(sys.argv[-2]), tag="last")
+""")
+
+
+@pytest.mark.parametrize("stage", [2])
+def test_the_end_of_the_process_waits_for_the_save(stage: int, tmp_path: Path) -> None:
+    script, directory = tmp_path / "script.py", tmp_path / "checkpoints"
+    script.write_text(ENDS)
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus=2", f"--master_port={free_port()}", str(script)]
+    done = subprocess.run([*command, str(directory), str(stage)], capture_output=True, text=True, timeout=120,
+                          env=os.environ | {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"})
+    assert (directory / "latest").is_file(), done.stdout + done.stderr
+    assert (directory / "latest").read_text() == "last"
+    assert folder.verify_files(directory / "last", folder.read_manifest(directory / "last")) == []
+
+
 # ---- damaged files ---------------------------------------------------------------------------------------------------
 
 

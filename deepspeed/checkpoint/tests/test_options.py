@@ -406,3 +406,17 @@ def test_an_asynchronous_save_is_of_the_moment_of_the_call(stage: int, dtype: st
     engine.save_checkpoint(tmp_path, tag="c")
     engine.destroy()
     assert folder.list_tags(tmp_path) == ["a", "b", "c"]
+
+
+@distributed(2)
+@pytest.mark.parametrize("mode", ["Ignore", "Warn", "Fail"])
+def test_tags_that_differ(mode: str, tmp_path: Path) -> None:
+    engine = runs.start(1, checkpoint={"tag_validation": mode})
+    tag = f"tag{engine.global_rank}"
+    if mode == "Fail":
+        with pytest.raises(AssertionError, match="tag0.*tag1"):
+            engine.save_checkpoint(tmp_path, tag=tag)
+        return
+    engine.save_checkpoint(tmp_path, tag=tag)
+    assert folder.list_tags(tmp_path) == ["tag0"]
+    engine.load_checkpoint(tmp_path)
