@@ -34,6 +34,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EXPORTS = {"safetensors": export_safetensors, "torch": export_torch}
 UNIVERSAL = "universal"
 DEFAULT_SHARD_SIZE = "5GB"
+PIPE_WIDTH = 160  # characters
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     show = _tag_command(commands, "show", "show what a checkpoint holds")
     show.add_argument("--params", action="store_true", help="one row per parameter, not a summary")
     show.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    show.add_argument("--html", type=Path, metavar="FILE", help="write a page with a bar per rank instead of printing")
+    show.add_argument("--html", type=Path, metavar="FILE", help="also write a page with a bar per rank")
     show.set_defaults(command=_show)
     check = _tag_command(commands, "verify", "check the checksum of every file")
     check.add_argument("--all", action="store_true", help="check all tags of the directory")
@@ -98,7 +99,12 @@ def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: s
                   title_justify="left")
     for row in rows:
         table.add_row(*map(Text, row))
-    Console().print(table)
+    _console().print(table)
+
+
+def _console() -> Console:
+    """Return a console as wide as the terminal; where the output goes elsewhere, wide enough not to break names."""
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 # ---- ls --------------------------------------------------------------------------------------------------------------
@@ -151,10 +157,10 @@ def _show(arguments: argparse.Namespace) -> int:
             write_text(arguments.html, views.page(facts, file_contents(found)))
     if arguments.json:
         print(json.dumps(facts.as_dict(), indent=2))
-    elif arguments.html is not None:
+        return 0
+    _print_facts(facts, arguments.params)
+    if arguments.html is not None:
         print(f"wrote {arguments.html}")
-    else:
-        _print_facts(facts, arguments.params)
     return 0
 
 
@@ -162,7 +168,7 @@ def _print_facts(facts: Facts, all_parameters: bool) -> None:
     overview = Table.grid("", Column("", overflow="fold"), padding=(0, 2))
     for name, text in views.overview(facts):
         overview.add_row(name, Text(text))
-    console = Console()
+    console = _console()
     console.print(Text(facts.folder, style="bold"))
     console.print(overview)
     if facts.problem:
