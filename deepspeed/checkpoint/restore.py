@@ -70,13 +70,14 @@ class CheckpointLoader:
             return None, None
         path = self._first_whole(candidates)
         what = f"{path} cannot be loaded"
-        scattered = self._together(what, lambda: self._scattered(path))
+        engine = self._engine
+        scattered = ScatteredFolder(path, engine.topology.world, engine.local_rank == 0, engine.device)
         if not scattered.is_scattered:
             return self._load(path, path, options)
         try:
-            self._together(what, scattered.make_view)
+            scattered.make_view()
             reader = self._together(what, lambda: self._reader(scattered.view))
-            self._together(what, lambda: scattered.fetch(lambda: self._rehearse(reader, options)))
+            scattered.fetch(lambda: self._rehearse(reader, options))
             return self._load(path, scattered.view, options)
         finally:
             scattered.remove_view()
@@ -96,10 +97,6 @@ class CheckpointLoader:
 
     def _loads_states(self, options: LoadOptions) -> bool:
         return options.optimizer_states and not options.module_only and self._optimizer is not None
-
-    def _scattered(self, path: Path) -> ScatteredFolder:
-        engine = self._engine
-        return ScatteredFolder(path, engine.topology.world, engine.local_rank == 0, engine.device)
 
     def _rehearse(self, reader: CheckpointReader, options: LoadOptions) -> None:
         """Read what this rank will load, and drop it."""

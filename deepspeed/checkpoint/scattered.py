@@ -9,7 +9,7 @@ receives more than what its ranks keep.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from deepspeed import comm
 from deepspeed.checkpoint.archive import Archive, is_archive, noting_reads, read_bytes
+from deepspeed.checkpoint.writer import attempt, raise_together
 from deepspeed.comm.topology import Group
 from deepspeed.errors import CheckpointError
 
@@ -33,72 +34,92 @@ class ScatteredFolder:
     def __init__(self, folder: Path, world: Group, leads: bool, device: torch.device):
         self._folder, self._world, self._leads, self._device = folder, world, leads, device
         self.view = folder.parent / f".{folder.name}.view"
-        mine = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()} if folder.is_dir() else {}
-        sizes: list[dict[str, int]] = self._gather(mine)
+        sizes: list[dict[str, int]] = self._share(
+            lambda: {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()})
         self._owners: dict[str, int] = {}
         for rank, names in enumerate(sizes):
             for name in names:
                 self._owners.setdefault(name, rank)
-        self._mine, self._all_sizes = mine, {name: size for names in reversed(sizes) for name, size in names.items()}
+        self._mine = sizes[world.rank]
+        self._all_sizes = {name: size for names in reversed(sizes) for name, size in names.items()}
         self.is_scattered = any(names.keys() != self._owners.keys() for names in sizes)
 
     def make_view(self) -> None:
         """Make the folder `view`, with the tensors of absent files missing."""
-        wanted = {name for names in self._gather(sorted(self._owners.keys() - self._mine.keys())) for name in names}
-        sent = {name: _without_tensors(self._folder / name) for name in wanted if self._owners[name] == self._world.rank}
-        parts = {name: of_file for of_rank in self._gather(sent) for name, of_file in of_rank.items()}
-        if self._leads:
-            shutil.rmtree(self.view, ignore_errors=True)
-            self.view.mkdir()
-            for name in self._mine:
-                (self.view / name).symlink_to((self._folder / name).resolve())
-            for name in parts.keys() - self._mine.keys():
-                with open(self.view / name, "wb") as file:
-                    file.truncate(self._all_sizes[name])
-                    for offset, content in parts[name]:
-                        file.seek(offset)
-                        file.write(content)
-        self._gather(None)  # the view is there on every machine
+        wanted = {name for names in self._share(lambda: sorted(self._absent)) for name in names}
+        sent = [name for name in wanted if self._owners[name] == self._world.rank]
+        shared = self._share(lambda: {name: _without_tensors(self._folder / name) for name in sent})
+        parts = {name: of_file for of_rank in shared for name, of_file in of_rank.items()}
+        self._share(lambda: self._write_view(parts) if self._leads else None)
+
+    def _write_view(self, parts: Mapping[str, Sequence[Part]]) -> None:
+        shutil.rmtree(self.view, ignore_errors=True)
+        self.view.mkdir()
+        for name in self._mine:
+            (self.view / name).symlink_to((self._folder / name).resolve())
+        for name in parts.keys() - self._mine.keys():
+            with open(self.view / name, "wb") as file:
+                file.truncate(self._all_sizes[name])
+                for offset, content in parts[name]:
+                    file.seek(offset)
+                    file.write(content)
 
     def fetch(self, rehearse: Callable[[], Any]) -> None:
         """Bring the bytes that `rehearse` reads of absent files into the view."""
-        absent = {self.view / name for name in self._owners.keys() - self._mine.keys()}
-        with noting_reads(absent) as notes:
-            rehearse()
-        requests = self._gather([(path.name, start, count) for path, start, count in dict.fromkeys(notes)])
+        requests = self._share(lambda: self._note(rehearse))
         me = self._world.rank
         outgoing = [[request for request in of_rank if self._owners[request[0]] == me] for of_rank in requests]
         incoming = [[request for request in requests[me] if self._owners[request[0]] == rank]
                     for rank in range(self._world.size)]
         received = self._exchange(outgoing, incoming)
+        self._share(lambda: self._fill(received, [request for row in incoming for request in row]))
+
+    @property
+    def _absent(self) -> set[str]:
+        return self._owners.keys() - self._mine.keys()
+
+    def _note(self, rehearse: Callable[[], Any]) -> list[Request]:
+        with noting_reads({self.view / name for name in self._absent}) as notes:
+            rehearse()
+        return [(path.name, start, count) for path, start, count in dict.fromkeys(notes)]
+
+    def _fill(self, received: memoryview, requests: Sequence[Request]) -> None:
         position = 0
-        for name, start, count in (request for row in incoming for request in row):
+        for name, start, count in requests:
             with open(self.view / name, "r+b", buffering=0) as file:
                 file.seek(start)
                 file.write(received[position:position + count])
             position += count
-        self._gather(None)  # ranks of one machine read what the others wrote
 
     def remove_view(self) -> None:
         """Remove the view when no rank reads it any more."""
-        self._gather(None)
+        self._share(lambda: None)
         if self._leads:
             shutil.rmtree(self.view, ignore_errors=True)
 
     def _exchange(self, outgoing: Sequence[Sequence[Request]], incoming: Sequence[Sequence[Request]]) -> memoryview:
-        data = b"".join(bytes(read_bytes(self._folder / name, start, count)) for row in outgoing for name, start, count in row)
-        send = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        data = bytearray()
+
+        def read() -> None:
+            for name, start, count in (request for row in outgoing for request in row):
+                data.extend(read_bytes(self._folder / name, start, count))
+
+        self._share(read)
+        send = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         receive_bytes = [sum(count for _, _, count in row) for row in incoming]
         received = torch.empty(sum(receive_bytes), dtype=torch.uint8, device=self._device)
         comm.all_to_all_single(received, send.to(self._device), receive_bytes,
                                [sum(count for _, _, count in row) for row in outgoing], group=self._world.process_group)
         return memoryview(received.cpu().numpy())
 
-    def _gather(self, value: Any) -> list[Any]:
-        values = [value] * self._world.size
+    def _share(self, action: Callable[[], Any]) -> list[Any]:
+        """Return what `action` returns on every rank; if it fails on one, raise the same CheckpointError on all."""
+        result, failure = attempt(action)
+        told = [(result, None if failure is None else str(failure))] * self._world.size
         if self._world.size > 1:
-            comm.all_gather_object(values, value, group=self._world.process_group)
-        return values
+            comm.all_gather_object(told, told[0], group=self._world.process_group)
+        raise_together(f"{self._folder} cannot be loaded", [text for _, text in told], cause=failure)
+        return [value for value, _ in told]
 
 
 def _without_tensors(path: Path) -> list[Part]:

@@ -59,7 +59,8 @@ def start(stage: int, dtype: str = "fp32", optimizer: str = "AdamW", seed: int =
     return deepspeed.initialize(model=model, optimizer=make_optimizer(optimizer, param_groups(model)), config={
         "train_micro_batch_size_per_gpu": GLOBAL_BATCH // torch.distributed.get_world_size(), "steps_per_print": None,
         "zero_allow_untested_optimizer": True, "gradient_clipping": 0.5,
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}, "zero_optimization": zero}
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 2e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 5}},
+        "zero_optimization": zero}
         | DTYPES[dtype] | top)[0]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed.checkpoint import scattered
 from deepspeed.checkpoint.tests import runs
 from deepspeed.errors import CheckpointError
 from tests.support.pool import distributed
@@ -74,3 +75,21 @@ def test_disks_that_are_not_shared_though_nobody_said_so(tmp_path: Path) -> None
     engine = runs.start(2)
     with pytest.raises(CheckpointError, match="use_node_local_storage"):
         engine.save_checkpoint(disk(tmp_path), tag="t")
+
+
+@distributed(4)
+def test_a_disk_that_fails_while_its_files_are_sent(tmp_path: Path) -> None:
+    engine = on_two_nodes(2)
+    engine.save_checkpoint(disk(tmp_path), tag="t")
+
+    def broken(*arguments: Any) -> bytearray:
+        raise OSError(5, "Input/output error")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if engine.global_rank == 2:
+            patch.setattr(scattered, "read_bytes", broken)
+        with pytest.raises(CheckpointError, match="rank 2.*Input/output error"):
+            engine.load_checkpoint(disk(tmp_path))
+    engine.load_checkpoint(disk(tmp_path))
+    torch.distributed.barrier()
+    assert sorted(path.name for path in disk(tmp_path).iterdir() if path.name.startswith(".")) == []

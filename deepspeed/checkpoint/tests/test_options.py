@@ -252,6 +252,16 @@ def test_state_that_is_not_one_value_per_element(stage: int, tmp_path: Path) -> 
     elsewhere.load_checkpoint(tmp_path, load_optimizer_states=False)
 
 
+@distributed(1)
+def test_step_tensors_are_apart_in_files_of_stage_0(tmp_path: Path) -> None:
+    """An optimizer that loads them counts each one up in place."""
+    engine = trained(0)
+    engine.save_checkpoint(tmp_path, tag="t")
+    state = load_file(tmp_path / "t" / "mp_rank_00_model_states.pt")["optimizer"]["state"]
+    steps = [entry["step"] for entry in state.values() if "step" in entry]  # one parameter has no elements
+    assert len(steps) > 20 and len({step.data_ptr() for step in steps}) == len(steps) and set(map(float, steps)) == {2.0}
+
+
 # ---- client state, random states, data ---------------------------------------------------------------------------------
 
 
