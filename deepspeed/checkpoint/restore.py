@@ -64,7 +64,8 @@ class CheckpointLoader:
 
         Raises: CheckpointError, the same on every rank.
         """
-        candidates = self._together(f"{directory} cannot be loaded", lambda: self._candidates(directory, tag))
+        candidates = self._together(f"{directory} cannot be loaded", lambda: self._candidates(directory, tag),
+                                    call="load_checkpoint")
         if not candidates:
             logger.warning("%s has no file named %s, so nothing is loaded. Pass tag=... to load without it.", directory, LATEST)
             return None, None
@@ -123,12 +124,12 @@ class CheckpointLoader:
     def _optimizer(self) -> ShardedOptimizer | None:
         return self._engine._parts.optimizer
 
-    def _together(self, what: str, action: Callable[[], Result]) -> Result:
-        """Return what `action` returns; if it fails on any rank, raise the same error on every rank."""
+    def _together(self, what: str, action: Callable[[], Result], call: str | None = None) -> Result:
+        """Return what `action` returns; if it fails on any rank, raise the same error on every rank. call: see `gather`."""
         result, failure = attempt(action)
         text = None if failure is None else str(failure) if isinstance(failure, CheckpointError) else (
             f"{type(failure).__name__}: {failure}")
-        raise_together(what, self._exchange.gather(text), cause=failure)
+        raise_together(what, self._exchange.gather(text, call), cause=failure)
         return result
 
     # ---- finding -----------------------------------------------------------------------------------------------------

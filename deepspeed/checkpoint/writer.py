@@ -81,7 +81,7 @@ class CheckpointWriter:
         is_on_gpu = any(bucket.device.type != "cpu" for bucket in engine._parts.buckets)
         self._is_on_gpu = is_on_gpu
         self._buffers = HostBuffers(pinned=is_on_gpu) if self._is_async else None
-        self._machines = self._exchange.gather(self._machine())
+        self._machines: list[str] = []  # by global rank; known from the first save on
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
 
@@ -142,11 +142,13 @@ class CheckpointWriter:
                 refuse_unloadable("lr_scheduler.state_dict()", engine.lr_scheduler.state_dict())
 
         _, problem = attempt(look)
-        told = self._exchange.gather([tag, None if problem is None else f"{type(problem).__name__}: {problem}"])
+        text = None if problem is None else f"{type(problem).__name__}: {problem}"
+        told = self._exchange.gather([tag, text, self._machine()], call="save_checkpoint")
         if isinstance(problem, KeyError):
             raise problem
-        raise_together(f"{tag} cannot be saved to {directory}", [text for _, text in told])
-        return self._common_tag([given for given, _ in told])
+        raise_together(f"{tag} cannot be saved to {directory}", [text for _, text, _ in told])
+        self._machines = [machine for *_, machine in told]
+        return self._common_tag([given for given, *_ in told])
 
     def _common_tag(self, tags: list[str]) -> str:
         mode = self._engine._config.checkpoint.tag_validation.lower()

@@ -7,6 +7,8 @@ the values and publishes them as one, so that the work of the others does not gr
 from __future__ import annotations
 
 import json
+import logging
+import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -17,6 +19,9 @@ import torch.distributed as dist
 from deepspeed.comm.topology import Group
 from deepspeed.errors import CommError
 
+logger = logging.getLogger(__name__)
+
+WARNING_SECONDS = 20.0
 # Pauses between two looks: a small part of the time waited so far, so that nobody is late by more than that part.
 FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS, POLL_RATIO = 0.0005, 0.1, 1 / 32
 TIMEOUT_SECONDS = 3600.0
@@ -32,6 +37,7 @@ class HostExchange:
         self.group = group
         self._timeout_seconds = timeout_seconds
         self._round = 0
+        self._call: str | None = None
         self._lock = threading.Lock()
         self._store: dist.Store | None = None
         if group.size > 1:
@@ -41,13 +47,16 @@ class HostExchange:
             number = store.add(f"instances of rank {group.rank}", 1)
             self._store = dist.PrefixStore(str(number), store)
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, call: str | None = None) -> list[Any]:
         """Return every rank's value, by rank in the group. value: anything that JSON carries.
 
+        call: what the user has called, in the first exchange of a call. Ranks that do not call it at all are the usual mistake
+        then: a warning names them soon, and the wait is shorter (DEEPSPEED_TIMEOUT minutes, 10 by default).
         Raises: CommError naming the ranks that did not come in time.
         """
         if self._store is None:
             return [value]
+        self._call = call
         with self._lock:
             number, self._round = self._round, self._round + 1
             if self.group.rank == 0:
@@ -79,15 +88,26 @@ class HostExchange:
 
     def _wait(self, keys: Sequence[str], what: str) -> None:
         # Asked again and again: a blocking wait would keep the store's connection from the training thread.
-        missing, started = list(keys), time.monotonic()
+        missing, started, has_warned = list(keys), time.monotonic(), False
+        limit = self._timeout_seconds
+        if self._call is not None:
+            limit = min(limit, 60.0 * int(os.environ.get("DEEPSPEED_TIMEOUT", 10)))
         while True:
             missing = [key for key in missing if not self._store.check([key])]
             if not missing:
                 return
-            if time.monotonic() - started > self._timeout_seconds:
-                raise CommError(f"waited {self._timeout_seconds:.0f} s for {what} (group {self.group.name}, missing "
-                                f"{_names(missing)}). Look at the ranks' logs for the first failure.")
+            waited = time.monotonic() - started
+            if waited > limit:
+                raise CommError(f"waited {waited:.0f} s {self._whom(what, missing)}. Look at the ranks' logs for the first "
+                                "failure.")
+            if self._call is not None and waited > WARNING_SECONDS and not has_warned:
+                has_warned = True
+                logger.warning("still waiting %s", self._whom(what, missing), extra={"all_ranks": True})
             _pause(started)
+
+    def _whom(self, what: str, missing: Iterable[str]) -> str:
+        place = "" if self._call is None else f" in {self._call}(), which every rank must call"
+        return f"for {what}{place} (group {self.group.name}, missing {_names(missing)})"
 
 
 def _pause(started: float) -> None:
@@ -95,4 +115,4 @@ def _pause(started: float) -> None:
 
 
 def _names(keys: Iterable[str]) -> str:
-    return ", ".join(key.rpartition("/")[2] for key in keys)
+    return ", ".join(f"rank {key.rpartition('/')[2]}" if "/value/" in key else "the first rank" for key in keys)
