@@ -113,14 +113,15 @@ class RankConsistency:
         self._store.set(f"{what}/{self._me()}", json.dumps(label))
 
     def _clear(self, what: str) -> None:
-        self._store.delete_key(f"{what}/{self._me()}")
+        # Emptied, not deleted: another rank may be between its look whether the key is there and its reading.
+        self._store.set(f"{what}/{self._me()}", "")
 
     def _read(self, key: str) -> str | None:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def _waiting(self) -> dict[int, str]:
         posted = {rank: self._read(f"waiting/{rank}") for rank in self.group.ranks}
-        return {rank: json.loads(text) for rank, text in posted.items() if text is not None}
+        return {rank: json.loads(text) for rank, text in posted.items() if text}
 
     def _table(self) -> str:
         return "; ".join(f"rank {rank} waits for {label}" for rank, label in sorted(self._waiting().items()))
