@@ -337,16 +337,23 @@ def verify_files(folder: Path, manifest: Mapping[str, Any], names: Iterable[str]
     for name in manifest["files"] if names is None else names:
         entry, path = manifest["files"][name], folder / name
         try:
-            size = path.stat().st_size
-            if size != entry["bytes"]:
-                problems.append(f"{name} has {size} bytes instead of {entry['bytes']}")
+            wrong_size = size_problem(folder, name, entry)
+            if wrong_size is not None:
+                problems.append(wrong_size)
             elif file_crc32(path, advance) != entry["crc32"]:
                 problems.append(f"{name} is damaged (its checksum differs)")
-        except FileNotFoundError:
-            problems.append(f"{name} is missing")
         except OSError as error:
             problems.append(f"{name} cannot be read ({error})")
     return problems
+
+
+def size_problem(folder: Path, name: str, entry: FileEntry) -> str | None:
+    """Return what is wrong with a file's size as a sentence, None for nothing. Raises OSError."""
+    path = folder / name
+    if not path.is_file():
+        return f"{name} is missing"
+    size = path.stat().st_size
+    return None if size == entry["bytes"] else f"{name} has {size} bytes instead of {entry['bytes']}"
 
 
 def file_crc32(path: Path, advance: Advance | None = None) -> int:

@@ -133,13 +133,8 @@ def integrity(path: Path) -> tuple[str, str]:
     manifest = folders.read_manifest(path)
     if manifest is None:
         return NO_MANIFEST, ""
-    problems = []
-    for name, entry in manifest["files"].items():
-        file = path / name
-        if not file.is_file():
-            problems.append(f"{name} is missing")
-        elif file.stat().st_size != entry["bytes"]:
-            problems.append(f"{name} has {file.stat().st_size} bytes instead of {entry['bytes']}")
+    found = (folders.size_problem(path, name, entry) for name, entry in manifest["files"].items())
+    problems = [problem for problem in found if problem is not None]
     return (DAMAGED, "; ".join(problems)) if problems else (COMPLETE, "")
 
 

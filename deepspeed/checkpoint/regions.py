@@ -18,7 +18,7 @@ import torch
 from deepspeed import comm
 from deepspeed.comm.topology import Group
 from deepspeed.runtime.zero.bucket import ParamBucket
-from deepspeed.runtime.zero.layout import Move, ShardLayout
+from deepspeed.runtime.zero.layout import Move, ParamSlice, ShardLayout, gaps
 
 # Bytes that a rank sends at a time to other machines: what the exchange needs beside what it keeps.
 ROUND_BYTES = 128 * 2 ** 20
@@ -60,9 +60,19 @@ class Region:
         """Yield what goes from the memory of which rank into the file of which; equal on all ranks."""
         for param, member in enumerate(self.members):
             for held in member.bucket.layout.slices_of(member.index):
-                for wanted in self.layout.slices_between(param, held.param_start, held.param_end):
-                    yield Move(param, wanted.param_start, wanted.numel, held.rank,
-                               held.shard_start + wanted.param_start - held.param_start, wanted.rank, wanted.shard_start)
+                yield from self._moves_of(param, held)
+
+    def moves_from(self, rank: int) -> Iterator[Move]:
+        """Yield those of `moves` that leave the memory of `rank`; the work does not grow with the number of ranks."""
+        for param, member in enumerate(self.members):
+            held = member.bucket.layout.slice_on(member.index, rank)
+            if held is not None:
+                yield from self._moves_of(param, held)
+
+    def _moves_of(self, param: int, held: ParamSlice) -> Iterator[Move]:
+        for wanted in self.layout.slices_between(param, held.param_start, held.param_end):
+            yield Move(param, wanted.param_start, wanted.numel, held.rank,
+                       held.shard_start + wanted.param_start - held.param_start, wanted.rank, wanted.shard_start)
 
     def values(self, move: Move) -> torch.Tensor:
         """Return the elements of a move from this rank."""
@@ -72,13 +82,8 @@ class Region:
 
     def gaps(self, rank: int) -> Iterator[tuple[int, int]]:
         """Yield the element ranges of `rank`'s tensor that no parameter covers: padding."""
-        position, end = 0, self.layout.shard_numels[rank]
-        for held in self.layout.slices_on(rank):
-            if held.shard_start > position:
-                yield position, held.shard_start
-            position = held.shard_end
-        if end > position:
-            yield position, end
+        held = self.layout.slices_on(rank)
+        yield from gaps([piece.shard_start for piece in held], [piece.numel for piece in held], self.layout.shard_numels[rank])
 
 
 class RegionList:
@@ -109,6 +114,8 @@ IsNear = Callable[[int, int], bool]  # whether two ranks of the shard group are 
 def exchange_far(regions: Sequence[Region], is_near: IsNear, group: Group) -> list[Received]:
     """Return what other machines hold of this rank's files, in host memory. Collective over the shard group."""
     received: list[Received] = []
+    if all(is_near(0, rank) for rank in range(group.size)):
+        return received  # one machine: nothing to look for
     for moves in _rounds(regions, is_near, group.size):
         received += _exchange(regions, moves, group)
     return received
@@ -135,15 +142,18 @@ def _rounds(regions: Sequence[Region], is_near: IsNear, size: int) -> Iterator[l
 
 def _exchange(regions: Sequence[Region], moves: Sequence[FarMove], group: Group) -> list[Received]:
     me, device = group.rank, regions[0].members[0].bucket.device
-    outgoing = [[regions[number].values(move) for number, move in moves if move.src_rank == me and move.dst_rank == rank]
-                for rank in range(group.size)]
-    incoming = [(number, move) for rank in range(group.size) for number, move in moves
-                if move.dst_rank == me and move.src_rank == rank]
+    outgoing: list[list[torch.Tensor]] = [[] for _ in range(group.size)]
+    rows: list[list[FarMove]] = [[] for _ in range(group.size)]
+    for number, move in moves:
+        if move.src_rank == me:
+            outgoing[move.dst_rank].append(regions[number].values(move))
+        elif move.dst_rank == me:
+            rows[move.src_rank].append((number, move))
+    incoming = [entry for row in rows for entry in row]
     send = _as_bytes((values for row in outgoing for values in row), device)
     send_bytes = [sum(values.nbytes for values in row) for row in outgoing]
     item = [region.tensor.element_size() for region in regions]
-    receive_bytes = [sum(move.numel * item[number] for number, move in incoming if move.src_rank == rank)
-                     for rank in range(group.size)]
+    receive_bytes = [sum(move.numel * item[number] for number, move in row) for row in rows]
     buffer = torch.empty(sum(receive_bytes), dtype=torch.uint8, device=device)
     comm.all_to_all_single(buffer, send, receive_bytes, send_bytes, group=group.process_group)
     host, position, received = buffer.cpu(), 0, []

@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 APPEARANCE_SECONDS = 5.0  # file systems over a network may show a new folder late
 
+
 @dataclass(frozen=True)
 class File:
     """One file of this rank. regions: those of its tensors that are regions, as numbers in the save's list."""
@@ -78,9 +79,8 @@ class CheckpointWriter:
         self._is_async = config.async_save
         self._is_node_local = config.use_node_local_storage
         self._uses_zip = config.checkpoint_serialization
-        is_on_gpu = any(bucket.device.type != "cpu" for bucket in engine._parts.buckets)
-        self._is_on_gpu = is_on_gpu
-        self._buffers = HostBuffers(pinned=is_on_gpu) if self._is_async else None
+        self._is_on_gpu = any(bucket.device.type != "cpu" for bucket in engine._parts.buckets)
+        self._buffers = HostBuffers(pinned=self._is_on_gpu) if self._is_async else None
         self._machines: list[str] = []  # by global rank; known from the first save on
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
@@ -378,8 +378,8 @@ class CheckpointWriter:
                 filler.open(file.name)
             for number, region in enumerate(save.regions if fills else ()):
                 item = region.tensor.element_size()
-                for move in region.moves():
-                    if move.src_rank == me and self._is_near(me, move.dst_rank):
+                for move in region.moves_from(me):
+                    if self._is_near(me, move.dst_rank):
                         name, offset = places[ranks[move.dst_rank], number]
                         filler.write(name, offset + move.dst_start * item, region.values(move))
                 for start, stop in region.gaps(me):
@@ -396,8 +396,8 @@ class CheckpointWriter:
         me = self._pair.shard.rank
         for region in save.regions:
             region.tensor.zero_()
-            for move in region.moves():
-                if move.src_rank == move.dst_rank == me:
+            for move in region.moves_from(me):
+                if move.dst_rank == me:
                     region.tensor[move.dst_start:move.dst_start + move.numel] = region.values(move)
         for piece in save.received:
             tensor = save.regions[piece.region].tensor

@@ -21,7 +21,7 @@ from deepspeed.comm.wire import Done, Pending, Wire
 from deepspeed.errors import UsageError
 from deepspeed.runtime.policies import BucketDtypes, Residency
 from deepspeed.runtime.zero.grouping import BucketSpec
-from deepspeed.runtime.zero.layout import ParamSlice, cut_by_bucket
+from deepspeed.runtime.zero.layout import ParamSlice, cut_by_bucket, gaps
 from deepspeed.runtime.zero.storage import FullStorage, StagingPool
 
 
@@ -219,7 +219,7 @@ class ParamBucket:
         self._shard_grad: torch.Tensor | None = None
         self.has_grad = False  # grad_shard holds a reduced gradient of this window
         self.arrived = 0  # parameters whose gradient came in this backward
-        self._gaps = _gaps(self.layout.offsets, self.layout.numels, self.full_numel)
+        self._gaps = gaps(self.layout.offsets, self.layout.numels, self.full_numel)
 
     @property
     def grad_shard(self) -> torch.Tensor:
@@ -373,15 +373,3 @@ def _make_tripwire(count: int, dtype: torch.dtype, device: torch.device) -> torc
     if dtype.is_floating_point:
         return torch.full((count,), float("nan"), dtype=dtype, device=device)
     return torch.zeros(count, dtype=dtype, device=device)
-
-
-def _gaps(offsets: tuple[int, ...], numels: tuple[int, ...], full_numel: int) -> list[tuple[int, int]]:
-    """Return the element ranges of the full tensor that no parameter covers."""
-    gaps, position = [], 0
-    for start, numel in sorted(zip(offsets, numels)):
-        if start > position:
-            gaps.append((position, start))
-        position = max(position, start + numel)
-    if full_numel > position:
-        gaps.append((position, full_numel))
-    return gaps

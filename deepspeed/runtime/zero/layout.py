@@ -308,6 +308,18 @@ def _moves_into(wanted: ParamSlice, src: ShardLayout) -> Iterator[Move]:
         )
 
 
+def gaps(starts: Sequence[int], numels: Sequence[int], length: int) -> list[tuple[int, int]]:
+    """The ranges of 0 to `length` that none of the runs covers, which begin at `starts` and have `numels` elements."""
+    result, position = [], 0
+    for start, numel in sorted(zip(starts, numels)):
+        if start > position:
+            result.append((position, start))
+        position = max(position, start + numel)
+    if length > position:
+        result.append((position, length))
+    return result
+
+
 def _trim(piece: ParamSlice, start: int, end: int) -> ParamSlice:
     """The part of `piece` inside elements `start` to `end` of its parameter, which it must meet."""
     if piece.param_start >= start and piece.param_end <= end:
