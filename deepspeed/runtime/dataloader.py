@@ -114,15 +114,15 @@ class DeepSpeedDataLoader:
             self.data_sampler = _shuffling_sampler(dataset, data_parallel_world_size, data_parallel_rank)
         self._world_size = data_parallel_world_size or (dist.get_world_size() if dist.is_initialized() else 1)
         self._next_epoch = 0
-        self._batches_drawn = 0  # in the pass before `_next_epoch`
         self._samples_to_skip = 0  # of this rank, at the beginning of the next pass
+        self._samples_taken: int | None = None  # of this rank, in the pass before `_next_epoch`; None: that is not running
 
     def __iter__(self) -> Iterator:
         """A new pass; the default sampler's order follows the number of the pass, which begins with the first batch."""
         epoch = self._next_epoch
         self._next_epoch += 1
         skipped, self._samples_to_skip = self._samples_to_skip, 0
-        self._batches_drawn = skipped // self.batch_size
+        self._samples_taken = skipped
         if self._owns_sampler:
             self.data_sampler.set_epoch(epoch)
         batches = iter(self._new_dataloader(skipped))
@@ -137,15 +137,15 @@ class DeepSpeedDataLoader:
 
     def state_dict(self) -> dict[str, int]:
         """Return where the run stands in the data: the pass, and the samples that all ranks took of it together."""
-        if self._next_epoch == 0:
-            return {"epoch": 0, "consumed_samples": self._samples_to_skip * self._world_size}
-        return {"epoch": self._next_epoch - 1, "consumed_samples": self._batches_drawn * self.batch_size * self._world_size}
+        if self._samples_taken is None:
+            return {"epoch": self._next_epoch, "consumed_samples": self._samples_to_skip * self._world_size}
+        return {"epoch": self._next_epoch - 1, "consumed_samples": self._samples_taken * self._world_size}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Make the next pass go on where `state_dict` of a run on any number of ranks stood."""
         self._next_epoch = state["epoch"]
         self._samples_to_skip = state["consumed_samples"] // self._world_size
-        self._batches_drawn = 0
+        self._samples_taken = None
 
     def __len__(self) -> int:
         """Batches per pass. Raises: TypeError for an IterableDataset without a length."""
@@ -182,7 +182,7 @@ class DeepSpeedDataLoader:
                 batch = next(batches)
             except StopIteration:
                 return
-            self._batches_drawn += 1
+            self._samples_taken += self.batch_size
             yield batch if self.post_process_func is None else self.post_process_func(batch, {"epoch": epoch})
 
 

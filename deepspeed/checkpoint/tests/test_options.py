@@ -391,6 +391,16 @@ def test_the_data_loader_goes_on(seen: int, worlds: tuple[int, int], tmp_path: P
     assert run_distributed(resume_data, worlds[1], tmp_path)[0] == expected
 
 
+@distributed(2)
+def test_a_data_loader_that_is_saved_before_it_is_read_again(tmp_path: Path) -> None:
+    engine = with_data()
+    batches_of(engine, RepeatingLoader(engine.training_dataloader), 7)
+    state = engine.training_dataloader.state_dict()
+    assert state == {"epoch": 1, "consumed_samples": 24}
+    engine.training_dataloader.load_state_dict(state)
+    assert engine.training_dataloader.state_dict() == state
+
+
 # ---- saving while training goes on -------------------------------------------------------------------------------------
 
 
