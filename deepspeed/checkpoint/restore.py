@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from deepspeed.checkpoint import folder
+from deepspeed.checkpoint.agreement import attempt, raise_together
 from deepspeed.checkpoint.contents import persistent_buffers
 from deepspeed.checkpoint.format import LATEST, LATEST_UNIVERSAL, RNG_STATES
 from deepspeed.checkpoint.live_state import shard_name
@@ -25,7 +26,6 @@ from deepspeed.checkpoint.reader import CheckpointReader, open_checkpoint
 from deepspeed.checkpoint.safe_load import load_file
 from deepspeed.checkpoint.scattered import ScatteredFolder
 from deepspeed.checkpoint.shard_file import materialize
-from deepspeed.checkpoint.writer import attempt, raise_together
 from deepspeed.comm.host_exchange import HostExchange
 from deepspeed.errors import CheckpointError
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase

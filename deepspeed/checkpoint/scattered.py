@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from deepspeed import comm
+from deepspeed.checkpoint.agreement import attempt, raise_together
 from deepspeed.checkpoint.archive import Archive, is_archive, noting_reads, read_bytes
-from deepspeed.checkpoint.writer import attempt, raise_together
 from deepspeed.comm.topology import Group
 from deepspeed.errors import CheckpointError
 

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from deepspeed import comm
+from deepspeed.checkpoint.agreement import attempt, raise_together
 from deepspeed.checkpoint.folder import Advance, write_torch_file
 from deepspeed.checkpoint.pending_files import pending_files
 from deepspeed.checkpoint.progress import CheckpointProgress
 from deepspeed.checkpoint.safetensors_file import METADATA, PIECE_NUMEL, new_safetensors_file
-from deepspeed.errors import CheckpointError
 from deepspeed.runtime.zero.consolidate import iter_full_parameters
 
 if TYPE_CHECKING:
@@ -57,24 +57,13 @@ def save_16bit_model(engine: EngineAccessors, save_dir: str | os.PathLike[str], 
 def save_full_weights(module: nn.Module, path: Path, exclude_frozen: bool = False) -> None:
     """Write the module's state dict into one file, on rank 0. Collective. Raises: CheckpointError on every rank."""
     gathered = iter_full_parameters(module)
-    failure: Exception | None = None
-    if comm.get_rank() == WRITER_RANK:
-        try:
-            _write(module, path, exclude_frozen, gathered)
-        except Exception as error:
-            failure = error
+    is_writer = comm.get_rank() == WRITER_RANK
+    _, failure = attempt(lambda: _write(module, path, exclude_frozen, gathered) if is_writer else None)
     for _ in gathered:  # every rank goes through all gathers, whatever became of the file
         pass
-    _raise_together(failure)
-
-
-def _raise_together(failure: Exception | None) -> None:
-    """Wait for all ranks; raise CheckpointError on each if there is a failure on any. Collective."""
     texts: list[str | None] = [None] * comm.get_world_size()
     comm.all_gather_object(texts, None if failure is None else f"{type(failure).__name__}: {failure}")
-    failures = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
-    if failures:
-        raise CheckpointError("; ".join(failures)) from failure
+    raise_together(f"{path} was not written", texts, cause=failure)
 
 
 # ---- on the rank that writes -----------------------------------------------------------------------------------------

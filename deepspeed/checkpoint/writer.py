@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import contents, folder
+from deepspeed.checkpoint.agreement import attempt, raise_together
 from deepspeed.checkpoint.checksums import Segment, whole_file, zeros
 from deepspeed.checkpoint.format import (
     LATEST, RESERVED_KEYS, RNG_STATES, model_states_name, optim_states_name, zero_model_states_name,
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
 APPEARANCE_SECONDS = 5.0  # file systems over a network may show a new folder late
 
 
@@ -426,25 +426,6 @@ class CheckpointWriter:
         raise_together(f"checkpoint {save.tag} was not written to {save.directory}", texts,
                        " What was saved before is untouched.", failure)
         return [value for _, value in told]
-
-
-def attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-    """Return what `action` returns, or the error that it raises: other ranks must hear of it first."""
-    try:
-        return action(), None
-    except Exception as error:
-        return None, error
-
-
-def raise_together(what: str, texts: list[str | None], remedy: str = "", cause: Exception | None = None) -> None:
-    """Raise the same CheckpointError on every rank if `texts`, by rank, has an error."""
-    by_text: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        if text is not None:
-            by_text.setdefault(text, []).append(rank)
-    if by_text:
-        found = "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in by_text.items())
-        raise CheckpointError(f"{what}: {found}.{remedy}") from cause
 
 
 def plain(value: Any) -> Any:
