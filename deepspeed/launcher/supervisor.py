@@ -29,6 +29,8 @@ TRACEBACK_SECONDS = 30.0
 # process's connections before it counts as ended, so that a peer's traceback may seem to come first by this time.
 CRASH_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 CRASH_SECONDS = 1.0
+# How long after a first failure others are looked for: a process that the kernel still takes apart counts as running.
+SETTLE_SECONDS = 0.3
 # (signal, seconds to wait before the next one); SIGKILL follows the last. A peer of a failed rank mostly hangs in a
 # collective and cannot react, so it gets little time; a job that was told to stop gets the time to write a checkpoint.
 STOP_AFTER_FAILURE = ((signal.SIGTERM, 5.0),)
@@ -171,6 +173,7 @@ class _Supervisor:
 
     def _end_after_failure(self) -> int:
         self._output.expect_end()
+        self._wait_until_ended(self._running(), SETTLE_SECONDS)
         leaving = [local_rank for local_rank in self._running() if self._traceback(local_rank) is not None]
         suspect = self._first_to_fail([*self._failed(), *leaving])
         # It may still be on its way out, having written its traceback; its own exit code is wanted, not SIGTERM's.

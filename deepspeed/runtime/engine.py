@@ -235,8 +235,9 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """Gather all parameters for reading, for example around `generate`; nothing is gathered again inside. Collective."""
-        with gather_all(self._parts.coordinator):
+        """Gather all parameters for reading, for example around `generate`: inside, the module runs as a plain one, without
+        hooks and without gradients. Enter and leave any number of times. Collective."""
+        with gather_all(self._parts.coordinator, self._parts.hooks):
             yield self.module
 
     def empty_partition_cache(self) -> None:

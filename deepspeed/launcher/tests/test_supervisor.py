@@ -20,6 +20,14 @@ from deepspeed.launcher.supervisor import RankProcess, run_ranks
 WAITS = "import time\ntime.sleep(60)\n"
 
 
+@pytest.fixture(autouse=True)
+def signals_as_a_terminal_has_them():
+    """The tests may themselves run under nohup, which the launcher respects."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def processes(*scripts: str) -> list[RankProcess]:
     return [
         RankProcess(rank, [sys.executable, "-u", "-c", script], {"RANK": str(rank)})

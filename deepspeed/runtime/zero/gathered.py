@@ -22,6 +22,7 @@ from torch import nn
 from deepspeed import comm
 from deepspeed.errors import CommError, UsageError
 from deepspeed.runtime.zero.coordinator import ParamCoordinator
+from deepspeed.runtime.zero.hooks import ZeroHooks
 from deepspeed.runtime.zero.param_home import ParamHome, data_parallel_ranks, homes_of, pin, publish, unpin
 from deepspeed.runtime.zero.views import register_external_parameter
 
@@ -143,12 +144,15 @@ class GatheredParameters:
 
 
 @contextmanager
-def gather_all(coordinator: ParamCoordinator) -> Iterator[None]:
-    """Gather all buckets for reading, any number of times. Collective; changes to sharded parameters are dropped."""
+def gather_all(coordinator: ParamCoordinator, hooks: ZeroHooks) -> Iterator[None]:
+    """Gather all buckets for reading, any number of times, and let the model run as a plain one, without gradients: no hook
+    runs in a forward. Collective; changes to sharded parameters are dropped.
+    """
     buckets = coordinator.buckets
     coordinator.pin(buckets, "engine.gathered()")
     try:
-        yield
+        with _suspended([hooks]), torch.no_grad():
+            yield
     finally:
         coordinator.unpin(buckets)
 
@@ -161,15 +165,22 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
     """
     module = model.module
     homes = homes_of(module.parameters())
-    hooks = {home.hooks for home in homes if home.hooks is not None and home.is_partitioned}
-    with GatheredParameters(module.parameters()):
-        for one in hooks:
-            one.remove()
-        try:
-            yield module
-        finally:
-            for one in hooks:
-                one.install()
+    with GatheredParameters(module.parameters()), _suspended(
+            {home.hooks for home in homes if home.hooks is not None and home.is_partitioned}):
+        yield module
+
+
+@contextmanager
+def _suspended(hooks: Iterable[ZeroHooks]) -> Iterator[None]:
+    """Take hooks out, and put back those that were in."""
+    installed = [one for one in hooks if one.is_installed]
+    for one in installed:
+        one.remove()
+    try:
+        yield
+    finally:
+        for one in installed:
+            one.install()
 
 
 def _as_list(params: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -226,6 +226,28 @@ def test_generation_runs_without_hooks() -> None:
 
 
 @distributed(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gathered_models_run_as_plain_ones_any_number_of_times(stage: int) -> None:
+    """No hook runs inside, ranks may run different numbers of forwards, and training goes on with the same numbers."""
+    engine, plain = engine_of(stage), engine_of(stage)
+    for step in range(3):
+        train(engine, seed=step)
+        train(plain, seed=step)
+        (ids, targets), = batches(5, 1)
+        expected = plain.eval()(ids, targets).item()
+        for _ in range(2):
+            with engine.gathered() as model, engine.gathered():
+                assert not model._forward_pre_hooks and not model.blocks[0]._forward_pre_hooks
+                for _ in range(1 + deepspeed.comm.get_rank()):
+                    loss = model.eval()(ids, targets)
+                    assert loss.item() == expected and not loss.requires_grad
+        assert engine(ids, targets).item() == expected
+        engine.train(), plain.train()
+    expected = weights(plain)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(engine).items())
+
+
+@distributed(2)
 def test_clients_take_the_hooks_off_and_on() -> None:
     engine = engine_of(3)
     train(engine)
