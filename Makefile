@@ -1,4 +1,6 @@
-# Targets: quickstart, test, test-gpu, lint, clean.
+# Targets: quickstart, test, test-clients, test-gpu, lint, clean.
+#
+# test-clients runs transformers, accelerate, Lightning, peft and trl in an environment of their own, .venv-clients.
 #
 # They work in the virtual environment .venv, made when first needed from PYTHON. A torch that PYTHON already has is used
 # as it is; otherwise the version in constraints.txt is installed, first and by itself, so that nothing ever pulls in
@@ -28,13 +30,19 @@ PIP := $(PY) -m pip --disable-pip-version-check
 HAS_TORCH := -c 'import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7))' 2> /dev/null
 REQUIREMENTS := pyproject.toml constraints.txt
 
-.PHONY: quickstart test test-gpu lint clean
+.PHONY: quickstart test test-clients run-clients test-gpu lint clean
 
 quickstart: $(STAMPS)/package
 	$(BIN)/deepspeed --num_gpus 2 examples/gpt/train.py --deepspeed_config examples/gpt/ds_config.json
 
 test: $(STAMPS)/test
 	$(PY) -m pytest --timeout=900 -m "not slow_clients" $(PYTEST_ARGS)
+
+test-clients:
+	$(MAKE) VENV=.venv-clients run-clients
+
+run-clients: $(STAMPS)/clients
+	OMP_NUM_THREADS=1 $(PY) -m pytest --timeout=900 tests/clients $(PYTEST_ARGS)
 
 test-gpu: $(STAMPS)/test
 	$(PY) -m pytest --timeout=900 -m gpu $(PYTEST_ARGS)
@@ -43,7 +51,7 @@ lint: $(STAMPS)/lint
 	$(PY) -m ruff check .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf $(VENV) .venv-clients build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMPS)/python:
@@ -67,3 +75,7 @@ $(STAMPS)/test: $(STAMPS)/torch $(REQUIREMENTS)
 $(STAMPS)/lint: $(STAMPS)/torch $(REQUIREMENTS)
 	$(PIP) install -e '.[lint]'
 	@touch $@ $(STAMPS)/package
+
+$(STAMPS)/clients: $(STAMPS)/test tests/clients/requirements.txt
+	$(PIP) install -c constraints.txt -r tests/clients/requirements.txt
+	@touch $@
