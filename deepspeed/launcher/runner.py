@@ -60,6 +60,7 @@ Resources = dict[str, list[Slot]]
 
 LOCALHOST = "localhost"
 LOOPBACK = "127.0.0.1"
+LAST_PORT = 65535
 SSH_SECONDS = 30
 # More than the nodes' own launchers give their ranks to end after SIGTERM.
 STOP_SECONDS = STOP_AFTER_TERMINATION_SECONDS + 15
@@ -71,6 +72,8 @@ class _MasterPort(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: int, *_: str | None
     ) -> None:
+        if not 1 <= values <= LAST_PORT:
+            raise argparse.ArgumentError(self, f"expected a port from 1 to {LAST_PORT}, got {values}")
         namespace.master_port = values
         namespace.is_port_given = True
 

@@ -67,6 +67,13 @@ def test_defaults():
     assert parse_args(["-q", "x"]).log_level == "error"
 
 
+@pytest.mark.parametrize("port", ["0", "-1", "65536"])
+def test_a_port_that_cannot_be_is_refused(port, capsys):
+    with pytest.raises(SystemExit):
+        parse_args(["--master_port", port, "x"])
+    assert "expected a port from 1 to 65535" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "error", "message"),
     [
