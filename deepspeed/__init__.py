@@ -28,6 +28,8 @@ _LAZY = {
     "add_config_arguments": ("deepspeed.runtime.initialize", "add_config_arguments"),
     "init_distributed": ("deepspeed.comm", "init_distributed"),
     "add_tuning_arguments": ("deepspeed.runtime.lr_schedules", "add_tuning_arguments"),
+    "tp_model_init": ("deepspeed.module_inject.arguments", "tp_model_init"),
+    "set_autotp_mode": ("deepspeed.module_inject.arguments", "set_autotp_mode"),
     "DeepSpeedEngine": ("deepspeed.runtime.engine", "DeepSpeedEngine"),
     "DeepSpeedConfig": ("deepspeed.runtime.config", "DeepSpeedConfig"),
     "DeepSpeedConfigError": ("deepspeed.errors", "DeepSpeedConfigError"),
@@ -38,8 +40,10 @@ _LAZY = {
     "log_dist": ("deepspeed.utils.logging", "log_dist"),
     "logger": ("deepspeed.utils.logging", "logger"),
     "dist": ("deepspeed.comm", None),
+    "checkpointing": ("deepspeed.runtime.activation_checkpointing.checkpointing", None),
     **{name: (f"deepspeed.{name}", None)
-       for name in ("accelerator", "comm", "errors", "git_version_info", "ops", "runtime", "utils", "version", "zero")},
+       for name in ("accelerator", "comm", "errors", "git_version_info", "module_inject", "ops", "runtime", "utils", "version",
+                    "zero")},
 }
 
 

@@ -1,7 +1,7 @@
 """Names that users and client libraries import, by the path where they look for them.
 
 What a later release brings is not listed: pipeline, mixture of experts, offload, compression, monitor back ends, the
-profiler, autotuning, elasticity, sparse attention, activation checkpointing, inference.
+profiler, autotuning, elasticity, sparse attention, inference.
 """
 
 PUBLIC_NAMES: dict[str, tuple[str, ...]] = {
@@ -21,6 +21,10 @@ PUBLIC_NAMES: dict[str, tuple[str, ...]] = {
         "zero",
         "ops",
         "comm",
+        "checkpointing",
+        "module_inject",
+        "tp_model_init",
+        "set_autotp_mode",
         "utils",
         "runtime",
         "accelerator",
@@ -36,6 +40,24 @@ PUBLIC_NAMES: dict[str, tuple[str, ...]] = {
         "LAMB_OPTIMIZER",
         "MUON_OPTIMIZER",
     ),
+    **dict.fromkeys(
+        ("deepspeed.checkpointing", "deepspeed.runtime.activation_checkpointing.checkpointing"),
+        (
+            "configure",
+            "is_configured",
+            "checkpoint",
+            "non_reentrant_checkpoint",
+            "CheckpointFunction",
+            "reset",
+            "partition_activations_in_checkpoint",
+            "set_num_layers",
+            "get_cuda_rng_tracker",
+            "CudaRNGStatesTracker",
+            "model_parallel_cuda_manual_seed",
+            "model_parallel_reconfigure_tp_seed",
+        ),
+    ),
+    "deepspeed.module_inject.layers": ("GatherReplacedLayerParams", "LinearAllreduce", "LinearLayer"),
     "deepspeed.version": ("__version__",),
     "deepspeed.git_version_info": (
         "version",
@@ -338,6 +360,28 @@ PUBLIC_NAMES: dict[str, tuple[str, ...]] = {
         "MVAPICHRunner",
     ),
     "deepspeed.env_report": ("cli_main", "main"),
+    "deepspeed.sequence.layer": ("DistributedAttention",),
+    "deepspeed.sequence.cross_entropy": ("vocab_sequence_parallel_cross_entropy",),
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": (
+        "UlyssesSPAttentionHF",
+        "UlyssesSPDataLoaderAdapter",
+        "SequenceTiledCompute",
+        "TiledMLP",
+        "TiledFusedLogitsLoss",
+        "sequence_tiled_compute",
+    ),
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": (
+        "initialize_sequence_parallel",
+        "get_sequence_parallel_group",
+        "get_sequence_parallel_world_size",
+        "get_sequence_parallel_rank",
+        "get_sequence_data_parallel_group",
+        "get_sequence_data_parallel_world_size",
+        "get_sequence_data_parallel_rank",
+        "get_model_parallel_group",
+        "get_model_parallel_world_size",
+        "get_model_parallel_rank",
+    ),
 }
 
 # "module:class" -> members that the class itself has.

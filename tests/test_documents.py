@@ -14,7 +14,8 @@ from tests.support.pool import distributed
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")))
-DOCUMENTS = (*PAGES, "ARCHITECTURE.md", "CONTRIBUTING.md", "examples/gpt/README.md", "deepspeed/runtime/zero/README.md")
+DOCUMENTS = (*PAGES, "ARCHITECTURE.md", "CONTRIBUTING.md", "examples/gpt/README.md", "examples/megatron_mpu/README.md",
+             "deepspeed/runtime/zero/README.md")
 JSON_WORLD_SIZE = 8  # ranks that the configurations in the documents are checked for
 
 
@@ -39,7 +40,9 @@ def test_examples_run(page, tmp_path):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("page", ["docs/training-loop.md", "docs/zero.md", "docs/migration.md", "docs/checkpointing.md"])
+@pytest.mark.parametrize("page", ["docs/training-loop.md", "docs/zero.md", "docs/migration.md", "docs/checkpointing.md",
+                                  "docs/tensor_parallelism.md",
+                                  "docs/sequence_parallelism.md"])
 def test_examples_run_on_two_ranks(page, tmp_path):
     run_python_blocks(page, tmp_path)
 

@@ -5,6 +5,7 @@ The optimizer's part comes in three forms, as upstream's files have them: per pa
 """
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -12,12 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.checkpoint.constants import (
+    PARAMETER_WITH_ROW_PARALLELISM_PATTERNS, PARAMETER_WITH_SUB_PARAMS, TP_REPLICATED_PARAMETER_PATTERNS,
+    UNIVERSAL_CHECKPOINT_INFO,
+)
 from deepspeed.checkpoint.format import EXTRA_STATE, PARAM_NAMES
 from deepspeed.checkpoint.live_state import LiveState, split_scalars
 from deepspeed.checkpoint.regions import Local, Member, RegionList
+from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 from deepspeed.checkpoint.upstream_layout import group_layout, split_subgroups, subgroup_layout, tail_padding
 from deepspeed.comm.topology import Group
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler, LossScalerBase
+from deepspeed.runtime.tensor_parallel.shard import shard_of
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.layout import ShardLayout, cut_whole
 from deepspeed.runtime.zero.optimizer import MASTER_KEY
@@ -67,6 +74,26 @@ def flat_mixed_optimizer(live: LiveState, scaler: LossScalerBase, clip: float) -
     return {**_scale_entries(scaler), "optimizer_state_dict": {"state": state, "param_groups": groups},
             "fp32_groups_flat": [_flat(live, MASTER_KEY, group) for group in live.groups], "clip_grad": clip,
             EXTRA_STATE: extra}
+
+
+def split_description(module: nn.Module) -> dict[str, Any]:
+    """Return how the module's layers are split over tensor-parallel ranks, in the form that conversions to universal
+    checkpoints read; empty for a module without split layers."""
+    shards = {name: shard_of(parameter) for name, parameter in module.named_parameters()}
+    cuts = {name: shard.cut for name, shard in shards.items() if shard is not None}
+    if not cuts:
+        return {}
+    fused = [SubparamShape([_exactly(name)], (*cut.shape[:cut.dim], cut.sections, *cut.shape[cut.dim + 1:]), cut.dim)
+             for name, cut in cuts.items() if len(cut.sections) > 1]
+    return {UNIVERSAL_CHECKPOINT_INFO: {
+        TP_REPLICATED_PARAMETER_PATTERNS: [_exactly(name) for name in shards if name not in cuts],
+        PARAMETER_WITH_ROW_PARALLELISM_PATTERNS: [
+            _exactly(name) for name, cut in cuts.items() if cut.dim == 1 and len(cut.sections) == 1],
+        PARAMETER_WITH_SUB_PARAMS: fused}}
+
+
+def _exactly(name: str) -> str:
+    return re.escape(name) + "$"
 
 
 def _scale_entries(scaler: LossScalerBase) -> dict[str, Any]:

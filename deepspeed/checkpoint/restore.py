@@ -17,7 +17,8 @@ import torch
 
 from deepspeed.checkpoint import folder
 from deepspeed.checkpoint.agreement import attempt, raise_together
-from deepspeed.checkpoint.contents import persistent_buffers
+from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
+from deepspeed.checkpoint.contents import persistent_buffers, split_description
 from deepspeed.checkpoint.format import LATEST, LATEST_UNIVERSAL, RNG_STATES
 from deepspeed.checkpoint.live_state import shard_name
 from deepspeed.checkpoint.progress import CheckpointProgress
@@ -194,6 +195,7 @@ class CheckpointLoader:
         """Raise CheckpointError for names (if strict) and shapes that do not fit the model."""
         if options.custom_load is not None:
             return
+        self._check_model_parallelism(reader)
         module = self._engine.module
         shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
         shapes |= {name: buffer.shape for name, buffer in persistent_buffers(module).items()}
@@ -211,6 +213,18 @@ class CheckpointLoader:
         if problems:
             remedy = "" if wrong else " (load_module_strict=False loads what fits)"
             raise CheckpointError("; ".join(problems) + remedy)
+
+    def _check_model_parallelism(self, reader: CheckpointReader) -> None:
+        """Raise CheckpointError for the files of a model that was split over another number of ranks, or otherwise."""
+        size = self._engine.topology.model_parallel.size
+        if isinstance(reader, CheckpointReader) and reader.mp_world_size != size:
+            raise CheckpointError(f"it holds a model that was split over {reader.mp_world_size} ranks, and here it is split "
+                                  f"over {size}. Convert it with python -m deepspeed.checkpoint.ds_to_universal and load that "
+                                  "with checkpoint.load_universal, or load it with as many ranks for each copy of the model")
+        own = split_description(self._engine.module)
+        if own and own[UNIVERSAL_CHECKPOINT_INFO] != materialize(reader.model_state.get(UNIVERSAL_CHECKPOINT_INFO)):
+            raise CheckpointError("its model has other layers split over ranks than this one, or splits them otherwise. Load "
+                                  "it with the tensor_parallel block that saved it, or without tensor parallelism")
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 

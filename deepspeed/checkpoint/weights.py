@@ -21,6 +21,7 @@ from deepspeed.checkpoint.folder import Advance, write_torch_file
 from deepspeed.checkpoint.pending_files import pending_files
 from deepspeed.checkpoint.progress import CheckpointProgress
 from deepspeed.checkpoint.safetensors_file import METADATA, PIECE_NUMEL, new_safetensors_file
+from deepspeed.runtime.tensor_parallel.shard import whole_numel, whole_shape
 from deepspeed.runtime.zero.consolidate import iter_full_parameters
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def save_16bit_model(engine: EngineAccessors, save_dir: str | os.PathLike[str], 
         logger.warning("%s was not written: zero_optimization.stage3_gather_16bit_weights_on_model_save is false. Set it to "
                        "true, or convert a checkpoint with zero_to_fp32.py.", path)
         return False
-    if engine.mp_world_size > 1:
+    if engine.mp_world_size > 1 and engine.autotp_size() <= 1:
         logger.warning("%s holds the weights of model-parallel rank 0 of %d only.", path, engine.mp_world_size)
     save_full_weights(engine.module, path, exclude_frozen_parameters)
     return True
@@ -92,7 +93,7 @@ class _Content:
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.keys)
+        return sum(whole_numel(tensor) * tensor.element_size() for tensor in self.keys)
 
     def full_tensors(self, module: nn.Module, gathered: Gathered) -> Iterator[tuple[list[str], torch.Tensor]]:
         """Yield (names, full tensor) for all tensors; a tensor is valid until the next one is asked for."""
@@ -124,7 +125,8 @@ def _write_safetensors(path: Path, content: _Content, tensors: Iterator[tuple[li
     if content.others:
         logger.warning("%s has no room for %s: safetensors files hold tensors alone.", path.parent, ", ".join(content.others))
     aliases = {alias: names[0] for names in content.keys.values() for alias in names[1:]}
-    specs = {names[0]: tensor for tensor, names in content.keys.items()}
+    specs = {names[0]: torch.empty(whole_shape(tensor), dtype=tensor.dtype, device="meta")
+             for tensor, names in content.keys.items()}
     with new_safetensors_file(path, specs, METADATA | aliases) as file:
         for names, tensor in tensors:
             flat = tensor.reshape(-1)

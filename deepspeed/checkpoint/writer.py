@@ -244,6 +244,7 @@ class CheckpointWriter:
             "mp_world_size": engine.topology.model_parallel.size,
             "checkpoint_parallel_dimensions": {"pp_degree": engine.topology.pipe_parallel.size,
                                                "tp_degree": engine.topology.tensor_parallel.size},
+            **contents.split_description(module),
             "ds_config": plain(engine.config), "ds_version": __version__}
 
     def _whole_weights(self, module: torch.nn.Module) -> dict[str, Any]:

@@ -8,6 +8,7 @@ different parameters. Nothing of this costs anything while ranks agree with the 
 """
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
@@ -36,7 +37,9 @@ class RankConsistency:
         self._agreements = 0
         self._blocks_host = True
         if group.size > 1:
-            store = dist.PrefixStore(f"deepspeed/consistency/{group.name}/{group.ranks[0]}",
+            # named by all its ranks: another engine may have a group of this name with other ranks after the first one
+            members = hashlib.sha256(repr(group.ranks).encode()).hexdigest()[:16]
+            store = dist.PrefixStore(f"deepspeed/consistency/{group.name}/{members}",
                                      dist.distributed_c10d._get_default_store())
             # the number lives in the store, so that it starts anew with every process group
             number = store.add(f"instances of rank {group.rank}", 1)

@@ -75,6 +75,7 @@ class Topology:
         mesh_device: DeviceMesh | None = None,
         sequence_parallel_size: int = 1,
         data_parallel_size: int | None = None,
+        tensor_parallel_size: int = 1,
         devices_per_node: int | None = None,
     ) -> Topology:
         """Return the topology of this job. Every rank must call; communication must have started and the device be set.
@@ -83,8 +84,8 @@ class Topology:
         for sequence, sequence_data, tensor_model, pipe and pipeline_model parallelism. mesh_param: (data, sequence)
         sizes, sequence ranks being neighbours. mesh_device: a DeviceMesh with a dimension "data_parallel",
         "sequence_parallel" or both; where mesh and mpu are given the mesh decides on these two and the mpu on the rest.
-        sequence_parallel_size, data_parallel_size: the same sizes by name. devices_per_node: None means the launcher's
-        count, else the accelerator's.
+        sequence_parallel_size, data_parallel_size: the same sizes by name. tensor_parallel_size: without an mpu, as many
+        neighbours share each layer. devices_per_node: None means the launcher's count, else the accelerator's.
         Raises: PlanError on every rank if the sizes, the mesh or the mpu do not fit the number of ranks or each other.
         """
         registry = GroupRegistry(comm.get_rank(), comm.get_world_size())
@@ -93,8 +94,9 @@ class Topology:
         if is_own_mesh:
             mesh_device = _make_mesh(asked, registry.world_size)
         try:
-            groups = _find_groups(registry, mpu, mesh_device, is_own_mesh)
+            groups = _find_groups(registry, mpu, mesh_device, is_own_mesh, tensor_parallel_size)
             _check_sizes(groups, asked, registry.world_size)
+            _check_tensor_size(groups, tensor_parallel_size)
         except PlanError:
             registry.close()
             raise
@@ -126,11 +128,11 @@ class Topology:
         )
 
     def consecutive_group(self, size: int, name: str) -> Group:
-        """Return this rank's group of `size` consecutive data-parallel ranks, such as hpZ's group of a machine.
+        """Return this rank's group of `size` consecutive sequence-data-parallel ranks, such as hpZ's of a machine.
 
-        Raises: PlanError if the size does not divide the data-parallel size.
+        Raises: PlanError if the size does not divide their number.
         """
-        return self.registry.make(_blocks(self.data_parallel, size), name)
+        return self.registry.make(_blocks(self.sequence_data_parallel, size), name)
 
     def close(self) -> None:
         """Destroy the communicators made for this topology; those of the mpu, the caller's mesh and the world stay."""
@@ -189,6 +191,16 @@ def _check_sizes(groups: dict[str, Group], asked: _Sizes, world_size: int) -> No
         )
 
 
+def _check_tensor_size(groups: dict[str, Group], size: int) -> None:
+    """Raise PlanError if layers are to be shared by `size` ranks and the groups found do not say so."""
+    if size not in (1, groups[TENSOR].size) or (size > 1 and groups[SEQUENCE].size > 1):
+        raise PlanError(
+            f"tensor_parallel.autotp_size is {size}, but the ranks form tensor-parallel groups of {groups[TENSOR].size} and "
+            f"sequence-parallel groups of {groups[SEQUENCE].size}. Make mpu and configuration agree; tensor and sequence "
+            "parallelism cannot be combined."
+        )
+
+
 def _devices_per_node(world_size: int) -> int:
     """Return how many ranks share a machine, by the launcher (torchrun or this package's), else the accelerator."""
     launched = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
@@ -199,13 +211,19 @@ def _devices_per_node(world_size: int) -> int:
 
 
 def _find_groups(
-    registry: GroupRegistry, mpu: object | None, mesh_device: DeviceMesh | None, is_own_mesh: bool
+    registry: GroupRegistry,
+    mpu: object | None,
+    mesh_device: DeviceMesh | None,
+    is_own_mesh: bool,
+    tensor_parallel_size: int,
 ) -> dict[str, Group]:
     """Return the group of every family: as mesh and mpu say where they do, else derived."""
     given: dict[str, ProcessGroup | None] = {}
     partitions: dict[str, Partition] = {}
     if mpu is not None or mesh_device is not None:
         given, partitions = _agree(registry, mpu, mesh_device)
+    if mpu is None and tensor_parallel_size > 1:
+        partitions[MODEL] = _neighbours(registry.world_size, tensor_parallel_size)
     groups: dict[str, Group] = {}
     for family, process_group in given.items():
         is_owned = is_own_mesh and family in (DATA, SEQUENCE)
@@ -339,6 +357,15 @@ def _derive(given: dict[str, Partition], world_size: int) -> dict[str, Partition
 
 def _singletons(world_size: int) -> Partition:
     return tuple((rank,) for rank in range(world_size))
+
+
+def _neighbours(world_size: int, size: int) -> Partition:
+    """Return groups of `size` consecutive ranks. Raises: PlanError if that leaves a rest."""
+    if world_size % size:
+        raise PlanError(
+            f"tensor_parallel.autotp_size is {size}, which does not divide the {world_size} ranks of this job"
+        )
+    return tuple(tuple(range(start, start + size)) for start in range(0, world_size, size))
 
 
 def _sort(partition: Iterable[Ranks]) -> Partition:

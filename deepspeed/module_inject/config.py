@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from deepspeed.runtime.config_utils import Bool, DeepSpeedConfigModel, Float, FloatOrAuto, Int, IntOrAuto, TextList
+from deepspeed.runtime.config_utils import (
+    Bool, DeepSpeedConfigModel, Float, FloatOrAuto, Int, IntOrAuto, Problem, TextList,
+)
 
 
 class TPInnerConfig(DeepSpeedConfigModel):
@@ -49,6 +52,20 @@ class TPConfig(DeepSpeedConfigModel):
     replace_with_kernel_inject: Bool = Field(False, description="Injects fused kernels (also written kernel_inject).")
     vocab_parallel_lm_head: Bool | None = Field(None, description="Splits the output head over the vocabulary.")
     vocab_parallel_ce_backend: Literal["torch", "liger"] = Field("torch", description="Cross-entropy implementation.")
+
+    @property
+    def degree(self) -> int:
+        """The number of ranks that share each layer, 1 without tensor parallelism."""
+        return max(self.autotp_size, 1)
+
+    def conflicts(self) -> Iterator[Problem]:
+        if self.autotp_size < 0:
+            yield Problem("autotp_size", f"is {self.autotp_size} (expected 0, or the number of ranks that share a layer)")
+        if self.tensor_parallel.tp_size not in (1, self.degree):
+            yield Problem("tensor_parallel.tp_size", f"is {self.tensor_parallel.tp_size}, but autotp_size is "
+                          f"{self.autotp_size}; give autotp_size alone")
+        if self.tensor_parallel.tp_grain_size < 1:
+            yield Problem("tensor_parallel.tp_grain_size", f"is {self.tensor_parallel.tp_grain_size} (expected 1 or more)")
 
 
 class ExpertParallelConfig(DeepSpeedConfigModel):

@@ -34,6 +34,29 @@ def derive_batch_sizes(train: int | None, micro: int | None, steps: int | None,
     return train, micro, steps
 
 
+def derive_tensor_parallel_sizes(train: int | None, micro: int | None, steps: int | None, ranks: int,
+                                 degree: int) -> tuple[int, int, int]:
+    """Returns the same three where `degree` ranks share each sample, and train is what all ranks really train on.
+
+    ranks: data-parallel size as if every rank had samples of its own. Clients, and upstream, multiply with that: sizes
+    that fit it are taken so. Sizes that fit ranks / degree are taken as they are.
+    Raises: DeepSpeedConfigError if they fit neither, or if `degree` does not divide `ranks`."""
+    if degree == 1:
+        return derive_batch_sizes(train, micro, steps, ranks)
+    if ranks % degree:
+        raise DeepSpeedConfigError(f"tensor_parallel.autotp_size is {degree}, which does not divide the {ranks} ranks")
+    try:
+        _, micro, steps = derive_batch_sizes(train, micro, steps, ranks)
+    except DeepSpeedConfigError:
+        _, micro, steps = derive_batch_sizes(train, micro, steps, ranks // degree)
+    return micro * steps * (ranks // degree), micro, steps
+
+
+def names_data_parallel_size(mpu: Any, mesh_device: Any) -> bool:
+    """Returns whether the client says how many ranks see different samples; else it follows from the other sizes."""
+    return hasattr(mpu, "get_data_parallel_world_size") or (mpu is None and mesh_device is not None)
+
+
 def _mismatch_text(given: tuple[int | None, ...], derived: tuple[int, int, int], data_parallel_size: int) -> str:
     values = ", ".join(f"{key} = {value}{'' if wanted is not None else ' (derived)'}"
                        for key, value, wanted in zip(BATCH_KEYS, derived, given))

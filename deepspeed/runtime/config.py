@@ -21,7 +21,9 @@ from deepspeed.module_inject.config import TPConfig
 from deepspeed.monitor.config import DeepSpeedMonitorConfig
 from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
 from deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
-from deepspeed.runtime.batch_config import BATCH_KEYS, derive_batch_sizes, find_data_parallel_size
+from deepspeed.runtime.batch_config import (
+    BATCH_KEYS, derive_tensor_parallel_sizes, find_data_parallel_size, names_data_parallel_size,
+)
 from deepspeed.runtime.compiler_config import CompileConfig
 from deepspeed.runtime.config_aliases import canonical_path
 from deepspeed.runtime.config_checks import check_combinations
@@ -217,7 +219,8 @@ def _batch_sizes(parsed: TrainingConfig, report: Report, mpu: object, mesh_devic
     train, micro, steps = (getattr(parsed, key) if key in given else None for key in BATCH_KEYS)
     try:
         size = find_data_parallel_size(mpu, mesh_device, parsed.sequence_parallel_size, world_size)
-        return dict(zip(BATCH_KEYS, derive_batch_sizes(train, micro, steps, size)))
+        degree = 1 if names_data_parallel_size(mpu, mesh_device) else parsed.tensor_parallel.degree
+        return dict(zip(BATCH_KEYS, derive_tensor_parallel_sizes(train, micro, steps, size, degree)))
     except DeepSpeedConfigError as error:
         report.add("", str(error))
         return {}

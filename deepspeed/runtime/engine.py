@@ -8,6 +8,7 @@ import gc
 import logging
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -23,11 +24,12 @@ from deepspeed.checkpoint.restore import CheckpointLoader, LoadOptions
 from deepspeed.checkpoint.writer import CheckpointWriter
 from deepspeed.comm.topology import Topology
 from deepspeed.errors import DeepSpeedConfigError, PlanError, UsageError
+from deepspeed.module_inject.auto_tp import split_model
 from deepspeed.runtime import progress
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine_accessors import EngineAccessors
-from deepspeed.runtime.parts import broadcast_unmanaged, build_parts, refuse_managed
+from deepspeed.runtime.parts import broadcast_unmanaged, build_parts, end_earlier_engines
 from deepspeed.runtime.plan import make_plan
 from deepspeed.runtime.setup import ModelParameters, choose_optimizer, choose_scheduler, mark_leaf_modules, place_model
 from deepspeed.runtime.utils import see_memory_usage
@@ -72,7 +74,8 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         self._place_on_device(args)
         self.topology = Topology.build(
             mpu=mpu, mesh_device=mesh_device, sequence_parallel_size=self._config.sequence_parallel_size,
-            data_parallel_size=self._config.data_parallel_size)
+            data_parallel_size=self._config.data_parallel_size,
+            tensor_parallel_size=self._config.tensor_parallel.degree)
         groups.set_topology(self.topology)
         self.plan = make_plan(self._config, self.topology)
         self._gas = self.plan.gradient_accumulation_steps
@@ -124,6 +127,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
 
         Raises UsageError (an AssertionError) inside `no_sync` or without an optimizer.
         """
+        self._check_in_charge("step()")
         if not self._reducer.is_syncing:
             raise UsageError("step() is called inside no_sync(). Leave the context first.")
         if self._reducer.holds_back:
@@ -179,7 +183,13 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         self._reducer.announce_scaled()
         return self.loss_scaler.scale(loss)
 
+    def _check_in_charge(self, what: str) -> None:
+        if self._is_destroyed:
+            raise UsageError(f"{what} is called on an engine that is destroyed, by destroy() or because a later engine took "
+                             "its model over. Use the later engine.")
+
     def _check_loss(self, loss: torch.Tensor) -> None:
+        self._check_in_charge("backward()")
         if self._parts.optimizer is None:
             raise UsageError("backward() needs an optimizer, and this engine has none. Pass one to deepspeed.initialize.")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.dim() > 1:
@@ -293,6 +303,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         return; see `wait_for_checkpoint`.
         Raises: ValueError for an empty save_dir; CheckpointError, the same on every rank, when it cannot be written.
         """
+        self._check_in_charge("save_checkpoint()")
         if not save_dir:
             raise ValueError("save_checkpoint needs a directory, got an empty save_dir.")
         tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
@@ -316,6 +327,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         custom_load_fn: called with `src` (the full state dict) and `dst` (the module) instead of loading the weights.
         Raises: CheckpointError, the same on every rank; what it finds before the first change leaves the run as it is.
         """
+        self._check_in_charge("load_checkpoint()")
         self.wait_for_checkpoint()
         options = LoadOptions(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only,
                               custom_load_fn)
@@ -365,8 +377,9 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         if isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler) and not isinstance(optimizer, torch.optim.Optimizer):
             raise PlanError("a torch LRScheduler object needs the optimizer object it was made for. Pass optimizer=..., or a "
                             "callable that makes the scheduler.")
-        refuse_managed(model)
+        end_earlier_engines(model)
         config = self._config
+        split_model(model, config.tensor_parallel, self.topology.tensor_parallel, self.device)
         if self.plan.shards_parameters:
             mark_leaf_modules(model, config.zero_optimization.leaf_module)
         keep = config.data_types.keep_in_fp32_modules
@@ -376,6 +389,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         self.module = model
         self._parts = build_parts(self.plan, self.topology, model, self.basic_optimizer,
                                   is_boundary=self._reduces_at_boundary, micro_factor=lambda: 1.0 / self._gas)
+        self._parts.hooks.find_destroy = weakref.WeakMethod(self.destroy)
         broadcast_unmanaged(model, self._parts.buckets, self.topology)
         self._reducer, self.loss_scaler = self._parts.reducer, self._parts.scaler
         self.optimizer = self._parts.optimizer

@@ -60,6 +60,10 @@ class EngineAccessors:
     def mp_world_size(self) -> int:
         return self.topology.model_parallel.size
 
+    def autotp_size(self) -> int:
+        """Return the number of ranks that share each layer by automatic tensor parallelism; 0 without it."""
+        return self._config.tensor_parallel.autotp_size
+
     @property
     def sequence_parallel_size(self) -> int:
         return self.topology.sequence_parallel.size
@@ -78,7 +82,8 @@ class EngineAccessors:
     def get_model_parallel_rank(self) -> int:
         return self.topology.model_parallel.rank
 
-    get_tensor_parallel_rank = get_model_parallel_rank
+    def get_tensor_parallel_rank(self) -> int:
+        return self.topology.tensor_parallel.rank
 
     def get_sequence_parallel_group(self) -> Any:
         return self.topology.sequence_parallel.process_group
@@ -376,7 +381,14 @@ class EngineAccessors:
         return consolidated_state_dict(self.module, exclude_frozen=exclude_frozen_parameters)
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> OrderedDict[str, Any] | None:
-        return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        """Return full tensors on the CPU of rank 0, None elsewhere, where parameters are split over ranks. Collective.
+
+        Raises: CheckpointError (a ValueError) where every rank holds them whole.
+        """
+        if self.plan.stage != 3 and self.autotp_size() <= 1:
+            raise CheckpointError("this function requires ZeRO-3 mode or tensor parallelism; without them, state_dict() is "
+                                  "complete.")
+        return consolidated_state_dict(self.module, exclude_frozen=exclude_frozen_parameters)
 
     def iter_full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, full tensor), bucket by bucket, in bounded memory. Collective."""

@@ -12,6 +12,7 @@ from torch import nn
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.module_inject.arguments import merge_arguments
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.setup import ModelParameters, OptimizerOrCallable
@@ -32,15 +33,15 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     cast and sharded in place. optimizer: an Optimizer, or a callable from parameters to one; goes before the configured one.
     model_parameters: tensors or param-group dicts to optimise, `model.parameters()` by default. training_data: a dataset for
     `engine.training_dataloader`. lr_scheduler: a scheduler, or a callable from the basic optimizer to one. mpu: an object
-    with Megatron's group getters. mesh_param: (data parallel, sequence parallel) sizes. config: dict, path of a JSON or hjson
-    file, or base64 text; `config_params` is its old name.
+    with Megatron's group getters; if it has `prepare_model`, that is called with the model. mesh_param: (data parallel,
+    sequence parallel) sizes. config: dict, path of a JSON or hjson file, or base64 text; `config_params` is its old name.
 
     Raises: DeepSpeedConfigError before any process-group work for a wrong configuration; PlanError for parts that do not
     fit together.
     """
     if model is None:
         raise UsageError("deepspeed.initialize requires a model. Pass model=...")
-    source = _find_config(args, config, config_params)
+    source, mpu = merge_arguments(model, _find_config(args, config, config_params), mpu)
     early_world = None if comm.is_initialized() or mpu is not None or mesh_param is not None else _launched_world_size()
     if early_world is not None:
         DeepSpeedConfig(source, world_size=early_world).check_available()
@@ -51,6 +52,8 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
         if mesh_param is not None:
             mesh_device = comm.initialize_mesh_device(mesh_param, ("data_parallel", "sequence_parallel"))
         parsed = DeepSpeedConfig(source, mpu, mesh_device)
+        if hasattr(mpu, "prepare_model"):
+            mpu.prepare_model(model)
         engine = DeepSpeedEngine(
             args=args, model=model, optimizer=optimizer, model_parameters=model_parameters, training_data=training_data,
             lr_scheduler=lr_scheduler, mpu=mpu, dist_init_required=dist_init_required, collate_fn=collate_fn, config=source,

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,12 +21,15 @@ from deepspeed.runtime.zero.coordinator import ParamCoordinator
 from deepspeed.runtime.zero.grouping import BucketSpec, plan_buckets
 from deepspeed.runtime.zero.hooks import ZeroHooks
 from deepspeed.runtime.zero.optimizer import ShardedOptimizer
-from deepspeed.runtime.zero.param_home import home_of
+from deepspeed.runtime.zero.param_home import homes_of, is_left_sharded
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import gather_for_adoption, install_views
 from deepspeed.runtime.zero.reducer import GradientReducer
 from deepspeed.runtime.zero.stage_optimizers import DeepSpeedZeroOptimizer_Stage3, optimizer_class
 from deepspeed.runtime.zero.storage import StagingPool
+from deepspeed.runtime.zero.views import dissolve
+
+WireFactory = Callable[[GroupPair, ReduceScale], Wire]
 
 
 @dataclass
@@ -81,17 +84,20 @@ def build_parts(plan: Plan, topology: Topology, model: nn.Module, inner: torch.o
     return Parts(buckets, reducer, coordinator, hooks, scaler, optimizer, consistency)
 
 
-def refuse_managed(model: nn.Module) -> None:
-    """Raise PlanError for a model whose parameters another engine holds, or left sharded when it was destroyed."""
-    for name, parameter in model.named_parameters():
-        home = home_of(parameter)
-        if home is None or home.is_own:
+def end_earlier_engines(model: nn.Module) -> None:
+    """Destroy the engines that hold the model's parameters, so that another can take them over.
+
+    Raises: PlanError when such an engine holds parameters of another model as well.
+    """
+    own = set(model.parameters())
+    for home in homes_of(own):
+        destroy = None if home.is_own else home.hooks.find_destroy()
+        if destroy is None:
             continue
-        if home.hooks.is_installed:
-            raise PlanError(f"parameter {name} belongs to another engine. Call destroy() on that engine first.")
-        if home.bucket.is_sharded:
-            raise PlanError(f"parameter {name} was left sharded by an engine of ZeRO stage 3 that was destroyed, so its full "
-                            "value is gone. Build the model again and load a checkpoint or a saved state dict.")
+        if home.hooks.is_installed and not own.issuperset(home.hooks.parameters):
+            raise PlanError(f"parameter {home.name} belongs to another engine, whose model has parameters beside those of this "
+                            "one. Call destroy() on that engine first.")
+        destroy()
 
 
 def _summary(plan: Plan, specs: Sequence[BucketSpec]) -> str:
@@ -134,6 +140,7 @@ def _build_buckets(plan: Plan, topology: Topology, model: nn.Module, specs: Sequ
     staging = StagingPool()
     buckets = []
     for spec in specs:
+        _end_sharding(spec.params, topology, make_wire)
         with gather_for_adoption(spec.params):
             bucket = ParamBucket(spec, tuple(names[p] for p in spec.params), pair, wire,
                                  plan.bucket_dtypes(spec.params[0].dtype, spec.label), plan.residency(spec.is_sharded), staging)
@@ -141,11 +148,29 @@ def _build_buckets(plan: Plan, topology: Topology, model: nn.Module, specs: Sequ
                 bucket.node_shard = NodeShard(node_wire, bucket.full_numel, bucket.dtypes.param, bucket.device)
             bucket.adopt(lambda full: _broadcast(full, topology))
         buckets.append(bucket)
+    _end_sharding(model.parameters(), topology, make_wire)  # what no bucket took
     return buckets
 
 
-def _wire_factory(plan: Plan, model: nn.Module,
-                  consistency: RankConsistency) -> Callable[[GroupPair, ReduceScale], Wire]:
+def _end_sharding(params: Iterable[nn.Parameter], topology: Topology, make_wire: WireFactory) -> None:
+    """Give those of `params` that an engine of stage 3 left sharded their full values. Collective.
+
+    That engine's communicators are gone, so its buckets are gathered over groups of the same ranks in `topology`.
+    Raises: PlanError when there is none.
+    """
+    for home in homes_of(params):
+        if not is_left_sharded(home.parameter):
+            continue  # own, whole, or in a bucket that the loop has gathered
+        had = home.bucket.pair.shard.ranks
+        pair = topology.group_pair(len(had))
+        if pair.shard.ranks != had:
+            raise PlanError(f"parameter {home.name} was left sharded over ranks {had} by an earlier engine, and this engine "
+                            f"shards over ranks {pair.shard.ranks}. Build the model again and load a checkpoint.")
+        home.bucket.pair, home.bucket.wire = pair, make_wire(pair, ReduceScale())
+        dissolve(home)
+
+
+def _wire_factory(plan: Plan, model: nn.Module, consistency: RankConsistency) -> WireFactory:
     """Return what builds a wire: over streams when the parameters are on a GPU, over the host otherwise."""
     if not any(parameter.is_cuda for parameter in model.parameters()):
         return lambda pair, scale: HostWire(pair, scale, consistency, plan.gather_method)

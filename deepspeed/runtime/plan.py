@@ -45,7 +45,10 @@ KEYS_WITHOUT_EFFECT = {
     "optimizer.legacy_fusion": "there is one stepping path",
     "disable_allgather": "upstream does not act on it either",
     "zero_force_ds_cpu_optimizer": "belongs to optimizer offload",
-    "seq_parallel_communication_data_type": "belongs to sequence parallelism",
+    "tensor_parallel.dtype": "split weights have the dtype of all others",
+    "tensor_parallel.tp_overlap_comm": "the sum over the ranks is waited for where it is needed",
+    "tensor_parallel.keep_module_on_host": "weights are split where they are, before anything is moved to the device",
+    "tensor_parallel.partition_config.embedding_partition_dim": "embeddings stay whole",
     "use_data_before_expert_parallelism": "belongs to mixture-of-experts layers",
 }
 
@@ -150,7 +153,8 @@ def make_plan(config: DeepSpeedConfig, topology: Topology) -> Plan:
         node_shard_size=min(zero.zero_hpz_partition_size, world) if stage == 3 else 1,
         model_dtype=model_dtype,
         accumulate_dtype=_dtype(config.data_types.grad_accum_dtype),
-        reduce_dtype=_dtype(config.communication_data_type),
+        reduce_dtype=_dtype(config.communication_data_type if topology.sequence_parallel.size == 1
+                            else config.seq_parallel_communication_data_type),
         autocast_dtype=_dtype(config.torch_autocast.dtype),
         autocast_enabled=config.torch_autocast.enabled,
         autocast_classes=tuple(config.torch_autocast.lower_precision_safe_modules),

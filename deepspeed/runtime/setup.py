@@ -15,6 +15,7 @@ from deepspeed.runtime.optimizers import build_optimizer, is_zero_supported
 from deepspeed.runtime.plan import Plan
 from deepspeed.runtime.zero.config import DEFAULT_LEAF_CLASSES, LeafModuleConfig
 from deepspeed.runtime.zero.init import is_sharded_by_init
+from deepspeed.runtime.zero.param_home import is_left_sharded
 from deepspeed.utils.z3_leaf_module import (
     set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix,
 )
@@ -40,6 +41,10 @@ def place_model(model: nn.Module, plan: Plan, device: torch.device, changes_devi
                             "initialiser), or construct the model under deepspeed.zero.Init().")
         dtype = plan.model_dtype if plan.model_dtype is not None and parameter.is_floating_point() else parameter.dtype
         target = device if changes_device else parameter.device
+        if is_left_sharded(parameter):  # the values follow, in what is shown here, when a bucket adopts it
+            nothing = float("nan") if dtype.is_floating_point else 0
+            parameter.data = torch.full((), nothing, dtype=dtype, device=target).expand(parameter.shape)
+            continue
         if parameter.dtype != dtype or parameter.device != target:
             parameter.data = parameter.data.to(device=target, dtype=dtype)
             parameter.grad = None

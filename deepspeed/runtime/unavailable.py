@@ -28,6 +28,10 @@ def _is_true(value: object) -> bool:
     return value is True
 
 
+def _is_liger(value: object) -> bool:
+    return value == "liger"
+
+
 def _is_given(value: object) -> bool:
     return value is not None
 
@@ -61,10 +65,6 @@ UNAVAILABLE = (
            "zero_optimization.zero_quantized_gradients", "zero_optimization.zero_quantized_nontrainable_weights"),
     *_rows("error feedback of quantized gradients", _is_given, "zero_optimization.zeropp_loco_param"),
     *_rows("ZenFlow", _is_given, "zero_optimization.zenflow"),
-    *_rows("activation checkpointing", _is_true, "activation_checkpointing.partition_activations",
-           "activation_checkpointing.cpu_checkpointing", "activation_checkpointing.contiguous_memory_optimization",
-           "activation_checkpointing.synchronize_checkpoint_boundary", "activation_checkpointing.profile"),
-    *_rows("activation checkpointing", _is_given, "activation_checkpointing.number_checkpoints"),
     *_rows("block-sparse attention", _is_given, "sparse_attention"),
     *_rows("the data efficiency library", _is_true, "data_efficiency.enabled", "data_efficiency.random_ltd_enabled",
            "data_efficiency.curriculum_enabled", "data_efficiency.dynamic_batching_enabled"),
@@ -84,12 +84,13 @@ UNAVAILABLE = (
     *_rows("the fast checkpoint writer", _is_given, "checkpoint.writer"),
     *_rows("Nebula checkpointing", _is_true, "nebula.enabled"),
     *_rows("DataStates checkpointing", _is_given, "datastates_ckpt"),
-    *_rows("sequence parallelism", _above(1), "sequence_parallel_size"),
     *_rows("graph harvesting", _is_true, "graph_harvesting"),
     *_rows("weight quantization at load", _is_true, "weight_quantization.enabled"),
     *_rows("the hybrid engine", _is_true, "hybrid_engine.enabled"),
-    *_rows("automatic tensor parallelism", _above(0), "tensor_parallel.autotp_size"),
-    *_rows("automatic tensor parallelism", _above(1), "tensor_parallel.tensor_parallel.tp_size"),
+    *_rows("kernel injection", _is_true, "tensor_parallel.replace_with_kernel_inject"),
+    *_rows("an mpu or process group inside the configuration", _is_given, "tensor_parallel.tensor_parallel.mpu",
+           "tensor_parallel.tensor_parallel.tp_group"),
+    *_rows("Liger's cross entropy", _is_liger, "tensor_parallel.vocab_parallel_ce_backend"),
     *_rows("automatic expert parallelism", _is_true, "expert_parallel.enabled"),
     *_rows("DeepCompile", _is_true, "compile.deepcompile"),
 )

@@ -74,6 +74,11 @@ def reset() -> None:
     _expert_data_parallel.clear()
 
 
+def find_topology() -> Topology | None:
+    """Return the topology that the getters describe, None where there is none yet."""
+    return _topology
+
+
 def get_topology() -> Topology:
     """Return the topology that the getters describe, building it where no engine has set one.
 
@@ -423,12 +428,13 @@ def _get_zero_param_intra_parallel_group_ranks() -> list[int]:
 
 
 def _get_local_all_to_all_group() -> ProcessGroup:
-    """Return the data-parallel ranks of this machine; the first call is collective.
+    """Return the ranks of this machine that hold the same parameters; the first call is collective.
 
-    Raises: PlanError if the ranks of a machine do not divide the data-parallel size.
+    Raises: PlanError if the ranks of a machine do not divide the number of those that hold the same parameters.
     """
     topology = get_topology()
-    return _handle(topology.consecutive_group(min(topology.devices_per_node, topology.data_parallel.size), "node"))
+    size = min(topology.devices_per_node, topology.sequence_data_parallel.size)
+    return _handle(topology.consecutive_group(size, "node"))
 
 
 def _clone_world_group() -> ProcessGroup:

@@ -17,6 +17,7 @@ SEED = 1234
 RESETS: tuple[tuple[str, str], ...] = (
     ("deepspeed.accelerator.real_accelerator", "reset_accelerator"),
     ("deepspeed.comm.comm", "reset"),
+    ("deepspeed.runtime.activation_checkpointing.checkpointing", "forget"),
     ("deepspeed.utils.groups", "reset"),
     ("deepspeed.utils.logging", "reset_logging"),
 )

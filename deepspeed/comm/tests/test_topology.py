@@ -256,7 +256,7 @@ def test_consecutive_group_of_the_data_parallel_ranks():
     topology = Topology.build(mpu=Mpu(2, 4))
     rank = comm.get_rank()
     assert topology.consecutive_group(2, "hpz").ranks == (rank % 2, rank % 2 + 2)
-    with pytest.raises(PlanError, match="groups of 4 ranks .* data_parallel has 2"):
+    with pytest.raises(PlanError, match="groups of 4 ranks .* sequence_data_parallel has 2"):
         topology.consecutive_group(4, "too many")
 
 
@@ -317,3 +317,16 @@ def test_groups_over_nccl():
     comm.configure(enabled=False)
     topology.close()
     assert total(None) == 3.0
+
+
+@distributed(world_size=4)
+def test_tensor_parallel_ranks_are_neighbours():
+    rank = comm.get_rank()
+    topology = Topology.build(tensor_parallel_size=2)
+    assert topology.tensor_parallel.ranks == topology.model_parallel.ranks == ((0, 1), (2, 3))[rank // 2]
+    assert topology.data_parallel.ranks == topology.sequence_data_parallel.ranks == ((0, 2), (1, 3))[rank % 2]
+    assert Topology.build(tensor_parallel_size=4).data_parallel.size == 1
+    with pytest.raises(PlanError, match="autotp_size is 3, which does not divide the 4 ranks"):
+        Topology.build(tensor_parallel_size=3)
+    with pytest.raises(PlanError, match="autotp_size is 2, .* sequence-parallel groups of 2"):
+        Topology.build(tensor_parallel_size=2, sequence_parallel_size=2)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from pydantic import Field
 
-from deepspeed.runtime.config_utils import Bool, Count, DeepSpeedConfigModel, Problem, advice
+from deepspeed.runtime.config_utils import Bool, Count, DeepSpeedConfigModel, advice
 
 
 class DeepSpeedActivationCheckpointingConfig(DeepSpeedConfigModel):
-    """How saved activations are kept between forward and backward."""
+    """How saved activations are kept between forward and backward.
+
+    Read by `deepspeed.checkpointing.configure`, whose arguments go before these keys: what contradicts each other is found
+    there."""
 
     partition_activations: Bool = Field(False, description="Splits saved activations over the model-parallel ranks.")
     cpu_checkpointing: Bool = Field(False, description="Keeps the saved activations in CPU memory.")
@@ -21,11 +22,3 @@ class DeepSpeedActivationCheckpointingConfig(DeepSpeedConfigModel):
     synchronize_checkpoint_boundary: Bool = Field(False, description=(
         "Synchronizes the device at each checkpoint boundary."))
     profile: Bool = Field(False, description="Logs forward and backward time of each checkpointed function.")
-
-    def conflicts(self) -> Iterator[Problem]:
-        if not self.contiguous_memory_optimization:
-            return
-        if not self.partition_activations:
-            yield Problem("contiguous_memory_optimization", "is true and needs partition_activations")
-        if self.number_checkpoints is None:
-            yield Problem("contiguous_memory_optimization", "is true and needs number_checkpoints")

@@ -390,8 +390,6 @@ COMBINATIONS = [
     ("managed_gradient_accumulation", {"managed_gradient_accumulation": False, "zero_optimization": STAGE[3]}),
     ("managed_gradient_accumulation", {"managed_gradient_accumulation": False, "amp": {"enabled": True}}),
     ("managed_gradient_accumulation", {"managed_gradient_accumulation": False, "compile": {"deepcompile": True}}),
-    ("activation_checkpointing.contiguous_memory_optimization", {"activation_checkpointing": {
-        "contiguous_memory_optimization": True, "partition_activations": True}}),
     ("eigenvalue.layer_num", {"eigenvalue": {"enabled": True}}),
     ("quantize_training.eigenvalue.enabled", {"quantize_training": {"eigenvalue": {"enabled": True, "layer_num": 1}}}),
     ("autotuning.end_profile_step", {"autotuning": {"end_profile_step": 1}}),
@@ -504,8 +502,8 @@ def test_reading_gives_no_python_warnings() -> None:
 def test_available_configuration_passes() -> None:
     read(zero_optimization={"stage": 3, "zero_hpz_partition_size": 2, "offload_param": {"device": "none"}},
          optimizer={"type": "AdamW"}, scheduler={"type": "WarmupLR"}, bf16={"enabled": True},
-         aio={"queue_depth": 4}, comms_logger={"enabled": True}, activation_checkpointing={"profile": False},
-         sequence_parallel_size=1, wandb={"project": "mine"}).check_available()
+         aio={"queue_depth": 4}, comms_logger={"enabled": True},
+         activation_checkpointing={"profile": True, "number_checkpoints": 2}, sequence_parallel_size=1, wandb={"project": "mine"}).check_available()
 
 
 @pytest.mark.parametrize("keys, path", [
@@ -517,8 +515,6 @@ def test_available_configuration_passes() -> None:
     ({"data_efficiency": {"data_routing": {"random_ltd": {"enabled": True, **dict.fromkeys((
         "total_layer_num", "random_ltd_layer_num", "random_ltd_layer_id", "model_mask_name", "model_type",
         "hidden_state_order", "random_ltd_schedule"), "auto")}}}}, "data_efficiency.random_ltd_enabled"),
-    ({"activation_checkpointing": {"number_checkpoints": 2}}, "activation_checkpointing.number_checkpoints = 2"),
-    ({"sequence_parallel_size": 2}, "sequence_parallel_size = 2"),
     ({"weight_quantization": {}}, "weight_quantization.enabled = true"),
 ])
 def test_missing_feature_is_refused_by_the_engine_only(keys: dict, path: str) -> None:

@@ -16,7 +16,7 @@ PACKAGE = Path(deepspeed.__file__).parent
 # Blocks of which every switch is in the table of missing features; their further keys come with the feature (aio with
 # offloading).
 MISSING_BLOCKS = {row.path.split(".")[0] for row in UNAVAILABLE} - {
-    "zero_optimization", "fp16", "bf16", "optimizer", "checkpoint"}
+    "zero_optimization", "fp16", "bf16", "optimizer", "checkpoint", "tensor_parallel"}
 MISSING_INNER_BLOCKS = ("zero_optimization.offload_param", "zero_optimization.offload_optimizer",
                         "zero_optimization.zenflow", "zero_optimization.zeropp_loco_param", "checkpoint.writer",
                         "quantize_training", "aio")

@@ -611,17 +611,38 @@ def test_torch_schedulers(stage: int, kind: str) -> None:
 def test_an_engine_may_follow_another_on_the_same_model(stage: int) -> None:
     model = One()
     for expected in (0.875, 0.75):
-        if stage == 3 and expected == 0.75:  # the shards went with the first engine
-            with pytest.raises(PlanError, match="linear.weight was left sharded"):
-                start(model, stage)
-            return
         engine = start(model, stage)
         engine.backward(engine(x(1)).sum())
         engine.step()
         assert weight(engine) == expected
-        with pytest.raises(PlanError, match="belongs to another engine"):
-            start(model, stage)
         engine.destroy()
+
+
+@distributed(2)
+@STAGES
+def test_an_engine_takes_over_the_model_of_another(stage: int) -> None:
+    model = One()
+    first = start(model, stage)
+    loss = first(x(1)).sum()
+    second = start(model, (stage + 1) % 4)
+    with pytest.raises(UsageError, match="a later engine took its model over"):
+        first.backward(loss)
+    with pytest.raises(UsageError, match="a later engine"):
+        first.step()
+    second.backward(second(x(1)).sum())
+    second.step()
+    assert weight(second) == 0.875
+
+
+@distributed(2)
+@STAGES
+def test_an_engine_leaves_the_model_to_another_that_holds_more(stage: int) -> None:
+    outer = torch.nn.ModuleList([One(), One()])
+    engine = start(outer, stage)
+    with pytest.raises(PlanError, match="belongs to another engine"):
+        start(outer[0], stage)
+    engine.destroy()
+    assert weight(start(outer[0], stage)) == 1.0
 
 
 @distributed(1)

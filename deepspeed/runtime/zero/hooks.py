@@ -79,6 +79,7 @@ class ZeroHooks:
         self._handles: dict[Scope, list[torch.utils.hooks.RemovableHandle]] = {}
         self._running: list[tuple[Scope, _InputGrads | None]] = []  # forwards of hooked modules, outermost first
         self.is_installed = False
+        self.find_destroy: Callable[[], Callable[[], None] | None] = lambda: None  # the engine's `destroy`, while it lives
         self._buckets = list(buckets)
         self._know_the_model()
         for bucket in buckets:
@@ -150,6 +151,11 @@ class ZeroHooks:
             bucket.watchers.remove(self._show_or_watch)
         self._plain.clear()
         self._owners.clear()
+
+    @property
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Every parameter that a bucket of the engine holds."""
+        return self._bucket_of.keys()
 
     def _watch(self, module: nn.Module) -> None:
         plain = module.__dict__.get("_parameters")

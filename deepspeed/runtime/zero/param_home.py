@@ -92,6 +92,7 @@ class ParamHome:
             bucket.finish_gather()
         if bucket.is_full:
             self.full_view.copy_(value)
+            self.parameter.data = self.full_view  # moving the module (`module.to`) may have replaced it
         if bucket.is_sharded:
             self.local.copy_(self.cut(value))
             if not bucket.is_full:
@@ -120,6 +121,12 @@ class ParamHome:
 def home_of(parameter: torch.Tensor) -> ParamHome | None:
     """Return the home of a managed parameter, None for any other tensor."""
     return getattr(parameter, "ds_home", None)
+
+
+def is_left_sharded(parameter: torch.Tensor) -> bool:
+    """Return whether a bucket of an engine holds the parameter as shards; asked when that engine is destroyed."""
+    home = home_of(parameter)
+    return home is not None and not home.is_own and home.bucket.is_sharded
 
 
 def homes_of(parameters: Iterable[torch.Tensor]) -> list[ParamHome]:

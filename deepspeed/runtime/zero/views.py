@@ -201,6 +201,22 @@ def abandon(home: ParamHome) -> None:
     home.bucket.storage.free()
 
 
+def dissolve(home: ParamHome) -> None:
+    """Make all parameters of the bucket ordinary ones, with their full values in the dtype and on the device that they
+    show, and free the bucket. Collective; for buckets of a destroyed engine."""
+    bucket = home.bucket
+    shown = [(parameter.device, parameter.dtype) for parameter in bucket.params]
+    bucket.node_shard = None
+    pin([home], "the next engine")
+    values = [view.to(device, dtype, copy=True) for view, (device, dtype) in zip(bucket.full_views(), shown)]
+    bucket.watchers.clear()
+    for parameter, value in zip(bucket.params, values):
+        forget(parameter)
+        parameter.data = value
+    bucket.shard = None
+    bucket.storage.free()
+
+
 def unshard(parameter: nn.Parameter) -> None:
     """Make a parameter that `zero.Init` sharded an ordinary one with its full values. Collective."""
     home = home_of(parameter)

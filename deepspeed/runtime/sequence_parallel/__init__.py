@@ -1,0 +1,1 @@
+"""Ulysses for Hugging Face models, and the tiled computations of Arctic Long Sequence Training (arXiv:2506.13996)."""

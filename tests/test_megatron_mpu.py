@@ -1,0 +1,97 @@
+"""The Megatron-style example, run by the `deepspeed` command: split over ranks it learns what the unsplit model learns."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed import checkpointing
+from tests.support.pool import run_distributed
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "megatron_mpu"
+STEPS, SEED = 6, 1234
+CONFIG = {key: value for key, value in json.loads((EXAMPLE / "ds_config.json").read_text()).items() if key != "scheduler"}
+RATE = CONFIG["optimizer"]["params"]
+
+
+@contextmanager
+def example_modules() -> Iterator[None]:
+    """Let the body import the example's modules, whose names other examples have as well."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(EXAMPLE))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(EXAMPLE))
+        for name in ("layers", "model", "mpu", "train"):
+            if name not in before:
+                sys.modules.pop(name, None)
+
+
+def unsplit_losses() -> list[float]:
+    """Train the whole model with plain PyTorch."""
+    with example_modules():
+        from model import GPT, GPTConfig
+        from mpu import ModelParallelUnit
+        from train import batch, call
+    torch.manual_seed(SEED)
+    model = GPT(GPTConfig(dropout=0.0), ModelParallelUnit(1), call)
+    checkpointing.model_parallel_cuda_manual_seed(SEED)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE["lr"], weight_decay=RATE["weight_decay"])
+    steps = CONFIG["gradient_accumulation_steps"]
+    size = CONFIG["train_batch_size"] // steps
+    losses = []
+    for step in range(STEPS):
+        parts = [model(*batch(range(first, first + size))) / steps
+                 for first in range(step * steps * size, (step + 1) * steps * size, size)]
+        sum(parts).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CONFIG["gradient_clipping"])
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(parts).item())
+    return losses
+
+
+def run_example(folder: Path, ranks: int, *options: str, stage: int = 1, first: int = 1) -> list[float]:
+    """Run the command and return the losses of steps `first` to STEPS."""
+    config, losses = folder / "config.json", folder / "losses.json"
+    config.write_text(json.dumps({**CONFIG, "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(
+        [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks),
+         str(EXAMPLE / "train.py"), "--tensor-parallel", "2", "--steps", str(STEPS), "--losses", str(losses),
+         "--deepspeed_config", str(config), *options], env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    by_step = json.loads(losses.read_text())
+    assert [int(step) for step in by_step] == list(range(first, STEPS + 1))
+    return list(by_step.values())
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[float]:
+    return run_distributed(unsplit_losses, 1)[0]
+
+
+@pytest.mark.parametrize("ranks, stage, options", [
+    pytest.param(2, 1, [], id="2-ranks"),
+    pytest.param(4, 2, ["--reduce-by-hand"], id="4-ranks-reduced-by-hand"),
+    pytest.param(4, 3, [], id="4-ranks-stage-3")])
+def test_losses_are_those_of_the_unsplit_model(ranks, stage, options, expected, tmp_path):
+    losses = run_example(tmp_path, ranks, "--dropout", "0", *options, stage=stage)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_a_resumed_run_repeats_the_losses_without_recomputation(tmp_path):
+    """Dropout is on: the random states are part of the checkpoint, and partitioned checkpoints replay them."""
+    saved = tmp_path / "checkpoint"
+    whole = run_example(tmp_path, 4, "--save", str(saved), "--save-step", "3")
+    rest = run_example(tmp_path, 4, "--load", str(saved), "--recompute", "none", first=4)
+    assert rest == whole[3:]
