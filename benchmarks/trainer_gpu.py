@@ -80,7 +80,8 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
                            "MASTER_PORT": "29577", "PYTHONPATH": f"{paths[name]}:{os.environ.get('PYTHONPATH', '')}"}
             arguments = [f"--{key}={value}" for key, value in vars(options).items()
                          if key in ("optimizer", "stage", "batch", "length", "steps", "layers") and value is not None]
-            done = subprocess.run([sys.executable, __file__, "--run", *arguments], env=environment, capture_output=True, text=True)
+            done = subprocess.run([sys.executable, __file__, "--run", *arguments], env=environment, capture_output=True,
+                                  text=True)
             line = next((line for line in done.stdout.splitlines() if line.startswith('{"deepspeed"')), None)
             if line is None:
                 print(name, "failed:", done.stdout[-1500:], done.stderr[-1500:], flush=True)
