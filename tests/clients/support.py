@@ -6,15 +6,18 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 VOCABULARY = 96
 SEQUENCE = 13
 STEPS = 3
+GLOBAL_BATCH = 4
 
 
 def llama_config(**changes: Any) -> Any:
@@ -72,6 +75,59 @@ def trainer_config(stage: int, **changes: Any) -> dict[str, Any]:
         **changes}
 
 
+def client_config(stage: int, **changes: Any) -> dict[str, Any]:
+    """Return a configuration that leaves optimizer and scheduler to Trainer."""
+    config = trainer_config(stage, **changes)
+    del config["optimizer"], config["scheduler"]
+    return config
+
+
+def runs_on_cpu() -> bool:
+    return os.environ.get("DS_ACCELERATOR", "cpu") == "cpu"
+
+
+def arguments(directory: str | Path, config: dict[str, Any] | None, **options: Any) -> Any:
+    """Return TrainingArguments with the same samples per update on any number of ranks, split layers or not."""
+    from transformers import TrainingArguments
+
+    degree = (config or {}).get("tensor_parallel", {}).get("autotp_size", 1)
+    per_rank = GLOBAL_BATCH * degree // dist.get_world_size() // options.get("gradient_accumulation_steps", 1)
+    options = {"max_steps": STEPS, "learning_rate": 1e-2, "warmup_steps": 1, "weight_decay": 0.1, "max_grad_norm": 0.5,
+               "save_strategy": "no", "lr_scheduler_type": "linear", **options}
+    return TrainingArguments(
+        output_dir=str(directory), per_device_train_batch_size=per_rank, per_device_eval_batch_size=4 // dist.get_world_size(),
+        report_to=[], logging_steps=1, use_cpu=runs_on_cpu(), deepspeed=config, disable_tqdm=True, seed=3, **options)
+
+
+@dataclass
+class Run:
+    """What a training run gave: the logged losses and gradient norms, full weights after it, and what a test adds."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def run_of(trainer: Any, weights: dict[str, torch.Tensor]) -> Run:
+    """Return the run that a Trainer has logged."""
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    weights = {name: value.float().cpu() for name, value in weights.items()}
+    return Run([entry["loss"] for entry in history], [entry["grad_norm"] for entry in history], weights)
+
+
+def assert_same(run: Run, plain: Run, atol: float = 2e-5) -> None:
+    assert run.losses == pytest.approx(plain.losses, abs=atol)
+    assert run.norms == pytest.approx(plain.norms, rel=1e-3)
+    assert_equal_tensors(run.weights, plain.weights, atol)
+
+
+def assert_equal_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float = 0.0) -> None:
+    assert found.keys() == expected.keys() and found
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=atol, msg=lambda text: f"{name}: {text}")
+
+
 @contextmanager
 def fresh_clients() -> Iterator[None]:
     """Let client libraries find a process without the state that they keep in classes and variables of the environment."""
@@ -79,7 +135,9 @@ def fresh_clients() -> Iterator[None]:
 
     kept = dict(os.environ)
     # not ACCELERATE_USE_CPU: accelerate then leaves DeepSpeed out; use_cpu=True of the arguments makes it count CPU ranks
-    os.environ.update(CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    if runs_on_cpu():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     try:
         yield
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,32 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.clients.support import VOCABULARY, Tokens, fresh_clients, trainer_config
+from tests.clients.support import VOCABULARY, Run, Tokens, arguments, assert_same, client_config, fresh_clients, run_of
 from tests.support.pool import run_distributed
 
 pytest.importorskip("transformers", reason="needs the client libraries: make test-clients")
 pytest.importorskip("accelerate", reason="needs the client libraries: make test-clients")
 
-GLOBAL_BATCH, DEGREE = 4, 2
+DEGREE = 2
 TIMEOUT = 240.0
-
-
-@dataclass
-class Run:
-    """Logged losses and gradient norms, the full weights after the run, and the shapes that a rank held in it."""
-
-    losses: list[float]
-    norms: list[float]
-    weights: dict[str, torch.Tensor]
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-
-
-def assert_same(run: Run, plain: Run, atol: float = 2e-5) -> None:
-    assert run.losses == pytest.approx(plain.losses, abs=atol)
-    assert run.norms == pytest.approx(plain.norms, rel=1e-3)
-    assert run.weights.keys() == plain.weights.keys()
-    for name, value in plain.weights.items():
-        torch.testing.assert_close(run.weights[name], value, rtol=0, atol=atol, msg=lambda text: f"{name}: {text}")
 
 
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -71,18 +53,6 @@ def make_model(name: str) -> Any:
     return getattr(transformers, f"{family}{suffix}")(config)
 
 
-def arguments(directory: str | Path, config: dict[str, Any] | None, **options: Any) -> Any:
-    from transformers import TrainingArguments
-
-    degree = (config or {}).get("tensor_parallel", {}).get("autotp_size", 1)
-    accumulation = options.get("gradient_accumulation_steps", 1)
-    per_rank = GLOBAL_BATCH * degree // dist.get_world_size() // accumulation
-    options = {"max_steps": 3, "learning_rate": 1e-2, "warmup_steps": 1, "weight_decay": 0.1, "max_grad_norm": 0.5,
-               "save_strategy": "no", "lr_scheduler_type": "linear", **options}
-    return TrainingArguments(output_dir=str(directory), per_device_train_batch_size=per_rank, report_to=[], logging_steps=1,
-                             use_cpu=True, deepspeed=config, disable_tqdm=True, seed=3, **options)
-
-
 def train(config: dict[str, Any] | None, directory: str, options: dict[str, Any]) -> Run:
     """Run Trainer on this rank, save the model, and read the weights from the file.
 
@@ -98,10 +68,9 @@ def train(config: dict[str, Any] | None, directory: str, options: dict[str, Any]
         trainer = Trainer(model=network, args=arguments(directory, config, **options), train_dataset=Tokens())
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_model(f"{directory}/saved")
-        history = [entry for entry in trainer.state.log_history if "loss" in entry]
         shapes = {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
     weights = load_saved(Path(directory) / "saved", adapter) if dist.get_rank() == 0 else {}  # not under zero.Init any more
-    return Run([entry["loss"] for entry in history], [entry["grad_norm"] for entry in history], weights, shapes)
+    return replace(run_of(trainer, weights), extra=shapes)
 
 
 def adapted(network: Any) -> Any:
@@ -141,9 +110,7 @@ def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def split_config(stage: int, **changes: Any) -> dict[str, Any]:
     """Return a configuration that splits layers over two ranks, and leaves optimizer and scheduler to Trainer."""
-    config = trainer_config(stage, tensor_parallel={"autotp_size": DEGREE}, **changes)
-    del config["optimizer"], config["scheduler"]
-    return config
+    return client_config(stage, tensor_parallel={"autotp_size": DEGREE}, **changes)
 
 
 RARE = pytest.mark.slow_clients
@@ -155,8 +122,8 @@ def test_trainer_trains_and_saves_the_whole_model(stage, world, tmp_path, plain_
     found = run(world, split_config(stage), tmp_path, gradient_accumulation_steps=2)
     assert_same(found, plain(plain_folder, gradient_accumulation_steps=2))
     if stage < 3:
-        assert found.shapes["model.layers.0.self_attn.q_proj.weight"] == (12, 24)
-        assert found.shapes["model.layers.0.mlp.down_proj.weight"] == (24, 26)
+        assert found.extra["model.layers.0.self_attn.q_proj.weight"] == (12, 24)
+        assert found.extra["model.layers.0.mlp.down_proj.weight"] == (24, 26)
 
 
 @pytest.mark.parametrize("model", [name if name in ("qwen3", "gpt2") else pytest.param(name, marks=RARE)
@@ -164,7 +131,7 @@ def test_trainer_trains_and_saves_the_whole_model(stage, world, tmp_path, plain_
 def test_other_architectures(model, tmp_path, plain_folder):
     found, whole = run(2, split_config(1), tmp_path, model=model), plain(plain_folder, model=model)
     assert_same(found, whole)
-    assert sum(found.shapes[name] != whole.shapes[name] for name in whole.shapes) >= 6
+    assert sum(found.extra[name] != whole.extra[name] for name in whole.extra) >= 6
 
 
 @RARE

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,39 +13,18 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.errors import UsageError
-from tests.clients.support import Tokens, fresh_clients, saved_llama, trainer_config, whole_weights
+from tests.clients.support import (
+    GLOBAL_BATCH, STEPS, Run, Tokens, arguments, assert_equal_tensors, assert_same, client_config, fresh_clients, run_of,
+    saved_llama, whole_weights,
+)
 from tests.support.pool import run_distributed
 from tests.test_documents import run_python_blocks
 
 pytest.importorskip("transformers", reason="needs the client libraries: make test-clients")
 pytest.importorskip("peft", reason="needs the client libraries: make test-clients")
 
-GLOBAL_BATCH = 4
 TIMEOUT = 240.0
-STEPS = 3
 ATTENTION = ["q_proj", "v_proj"]
-
-
-@dataclass
-class Run:
-    """A finished run: logged losses and norms, the adapter as the engine holds it, and what the case adds."""
-
-    losses: list[float]
-    norms: list[float]
-    adapter: dict[str, torch.Tensor]
-    extra: dict[str, Any] = field(default_factory=dict)
-
-
-def assert_same(run: Run, plain: Run, atol: float = 2e-5) -> None:
-    assert run.losses == pytest.approx(plain.losses, abs=atol)
-    assert run.norms == pytest.approx(plain.norms, rel=1e-3)
-    assert_equal_tensors(run.adapter, plain.adapter, atol)
-
-
-def assert_equal_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float = 0.0) -> None:
-    assert found.keys() == expected.keys() and found
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=atol, msg=lambda text: f"{name}: {text}")
 
 
 # ---- methods ---------------------------------------------------------------------------------------------------------
@@ -122,24 +100,7 @@ def gathered_adapter(model: Any) -> dict[str, torch.Tensor]:
 RELEASED = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
 
 
-def zero_config(stage: int, **changes: Any) -> dict[str, Any]:
-    """Return a configuration that leaves optimizer and schedule to Trainer."""
-    config = trainer_config(stage, **changes)
-    del config["optimizer"], config["scheduler"]
-    return config
-
-
 # ---- Trainer ---------------------------------------------------------------------------------------------------------
-
-def arguments(directory: Path, config: dict[str, Any] | None, **options: Any) -> Any:
-    from transformers import TrainingArguments
-
-    options = {"max_steps": STEPS, "learning_rate": 1e-2, "warmup_steps": 1, "max_grad_norm": 0.5, "save_strategy": "no",
-               **options}
-    return TrainingArguments(
-        output_dir=str(directory), per_device_train_batch_size=GLOBAL_BATCH // dist.get_world_size(), report_to=[],
-        logging_steps=1, use_cpu=True, deepspeed=config, disable_tqdm=True, seed=3, **options)
-
 
 def make_trainer(directory: Path, config: dict[str, Any] | None, method: str,
                  model_changes: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -151,12 +112,6 @@ def make_trainer(directory: Path, config: dict[str, Any] | None, method: str,
     return Trainer(model=adapted(base, method), args=args, train_dataset=Tokens())
 
 
-def finish(trainer: Any) -> Run:
-    history = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return Run([entry["loss"] for entry in history], [entry["grad_norm"] for entry in history],
-               gathered_adapter(trainer.model))
-
-
 def run_trainer(directory: str, config: dict[str, Any] | None, method: str, options: dict[str, Any]) -> Run:
     import deepspeed
 
@@ -165,7 +120,7 @@ def run_trainer(directory: str, config: dict[str, Any] | None, method: str, opti
         trainer = make_trainer(folder, config, method, **options)
         trainable = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
         trainer.train()
-        run = finish(trainer)
+        run = run_of(trainer, gathered_adapter(trainer.model))
         trainer.save_model(str(folder / "saved"))
         dist.barrier()
         if config is not None:
@@ -245,7 +200,7 @@ def test_tied_embeddings(method, plain, tmp_path):
 @pytest.mark.slow_clients
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing(reentrant, plain, tmp_path):
-    run = finetune(2, tmp_path, zero_config(3, **RELEASED), "lora", gradient_checkpointing=True,
+    run = finetune(2, tmp_path, client_config(3, **RELEASED), "lora", gradient_checkpointing=True,
                    gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     assert_same(run, plain("lora"))
 
@@ -253,11 +208,11 @@ def test_gradient_checkpointing(reentrant, plain, tmp_path):
 def check_method(stage: int, method: str, plain: Callable[..., Run], folder: Path,
                  model_changes: dict[str, Any] | None = None, world_size: int = 2) -> None:
     expected = plain(method, model_changes=model_changes)
-    run = finetune(world_size, folder, zero_config(stage), method, model_changes=model_changes)
+    run = finetune(world_size, folder, client_config(stage), method, model_changes=model_changes)
     assert_same(run, expected)
     saved = run.extra["saved"]
     # Trainer leaves frozen parameters out of what it gathers at stage 3, among them those that peft would copy
-    assert_equal_tensors(saved, {name: value for name, value in run.adapter.items()
+    assert_equal_tensors(saved, {name: value for name, value in run.weights.items()
                                  if name in saved or not name.endswith("base_layer.weight")})
     torch.testing.assert_close(run.extra["logits"], expected.extra["logits"], rtol=0, atol=2e-5)
     torch.testing.assert_close(run.extra["merged"], expected.extra["merged"], rtol=0, atol=2e-5)
@@ -269,14 +224,14 @@ def resume_trainer(directory: str, stage: int) -> dict[str, Any]:
     """Train with a checkpoint after each step, then go on from the second one in a new Trainer."""
     folder = Path(directory)
     with fresh_clients():
-        whole = make_trainer(folder, zero_config(stage), "lora", save_strategy="steps", save_steps=2,
+        whole = make_trainer(folder, client_config(stage), "lora", save_strategy="steps", save_steps=2,
                              max_steps=4)
         whole.train()
-        through = finish(whole)
+        through = run_of(whole, gathered_adapter(whole.model))
     with fresh_clients():
-        resumed = make_trainer(folder, zero_config(stage), "lora", max_steps=4)
+        resumed = make_trainer(folder, client_config(stage), "lora", max_steps=4)
         resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-        after = finish(resumed)
+        after = run_of(resumed, gathered_adapter(resumed.model))
     shards = torch.load(next((folder / "checkpoint-2/global_step2").glob("*model_states.pt")), weights_only=False)
     return {"through": through, "after": after, "module": sorted(shards["module"] or ())}
 
@@ -287,7 +242,7 @@ def test_resume_from_a_checkpoint_without_frozen_parameters(stage, tmp_path):
     found = run_distributed(resume_trainer, 2, str(tmp_path), stage, timeout=TIMEOUT)[0]
     assert found["module"] and all("lora_" in name for name in found["module"])
     assert found["after"].losses[-2:] == found["through"].losses[-2:]
-    assert_equal_tensors(found["after"].adapter, found["through"].adapter)
+    assert_equal_tensors(found["after"].weights, found["through"].weights)
 
 
 # ---- an engine by hand -----------------------------------------------------------------------------------------------
@@ -408,8 +363,8 @@ def check_mixed(config: dict[str, Any], folder: Path, has_bf16_adapter: bool, is
     run = run_distributed(run_mixed, 2, str(folder / "engine"), config, False, is_built_sharded, timeout=TIMEOUT)[0]
     assert run.losses == pytest.approx(expected.losses, abs=2e-2)  # bf16 activations
     assert run.norms == pytest.approx(expected.norms, rel=3e-2)
-    for name, value in expected.adapter.items():  # Adam amplifies the rounding of gradients near zero
-        assert (run.adapter[name] - value).abs().median() < 1e-3, name
+    for name, value in expected.weights.items():  # Adam amplifies the rounding of gradients near zero
+        assert (run.weights[name] - value).abs().median() < 1e-3, name
 
 
 def run_adalora(directory: str, stage: int | None) -> Run:

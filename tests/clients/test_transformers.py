@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,58 +12,15 @@ import torch
 import torch.distributed as dist
 
 from tests.clients.support import (
-    VOCABULARY, Tokens, fresh_clients, llama, saved_llama, trainer_config, whole_weights,
+    GLOBAL_BATCH, VOCABULARY, Run, Tokens, arguments, assert_same, client_config, fresh_clients, llama, run_of, saved_llama,
+    trainer_config, whole_weights,
 )
 from tests.support.pool import distributed, run_distributed
 
 pytest.importorskip("transformers", reason="needs the client libraries: make test-clients")
 pytest.importorskip("accelerate", reason="needs the client libraries: make test-clients")
 
-GLOBAL_BATCH = 4
 TIMEOUT = 240.0
-
-
-@dataclass
-class Run:
-    """What a training run gave: the logged losses and gradient norms, and the full weights after it."""
-
-    losses: list[float]
-    norms: list[float]
-    weights: dict[str, torch.Tensor]
-
-
-def assert_same(run: Run, plain: Run, atol: float = 2e-5) -> None:
-    assert run.losses == pytest.approx(plain.losses, abs=atol)
-    assert run.norms == pytest.approx(plain.norms, rel=1e-3)
-    assert run.weights.keys() == plain.weights.keys()
-    for name, value in plain.weights.items():
-        torch.testing.assert_close(run.weights[name], value, rtol=0, atol=atol, msg=lambda text: f"{name}: {text}")
-
-
-def arguments(directory: str | Path, config: dict[str, Any] | None, **options: Any) -> Any:
-    """Return TrainingArguments with the same samples per update on any number of ranks."""
-    from transformers import TrainingArguments
-
-    accumulation = options.get("gradient_accumulation_steps", 1)
-    options = {"max_steps": 3, "learning_rate": 1e-2, "warmup_steps": 1, "weight_decay": 0.1, "max_grad_norm": 0.5,
-               "save_strategy": "no", "lr_scheduler_type": "linear", **options}
-    return TrainingArguments(
-        output_dir=str(directory), per_device_train_batch_size=GLOBAL_BATCH // dist.get_world_size() // accumulation,
-        per_device_eval_batch_size=4 // dist.get_world_size(), report_to=[], logging_steps=1, use_cpu=True, deepspeed=config,
-        disable_tqdm=True, seed=3, **options)
-
-
-def without_optimizer(stage: int, **changes: Any) -> dict[str, Any]:
-    """Return a configuration that leaves optimizer and scheduler to Trainer."""
-    config = trainer_config(stage, **changes)
-    del config["optimizer"], config["scheduler"]
-    return config
-
-
-def finish(trainer: Any) -> Run:
-    history = [entry for entry in trainer.state.log_history if "loss" in entry]
-    weights = {name: value.float() for name, value in whole_weights(trainer.model_wrapped).items()}
-    return Run([entry["loss"] for entry in history], [entry["grad_norm"] for entry in history], weights)
 
 
 def make_model(name: str) -> Any:
@@ -100,7 +56,7 @@ def train(config: dict[str, Any] | None, directory: str, options: dict[str, Any]
                           eval_dataset=Tokens(6))
         trainer.train(resume_from_checkpoint=resume)
         assert (type(trainer.model_wrapped).__name__ == "DeepSpeedEngine") == (config is not None)
-        return finish(trainer)
+        return run_of(trainer, whole_weights(trainer.model_wrapped))
 
 
 def run(world_size: int, config: dict[str, Any] | None, directory: Path, **options: Any) -> Run:
@@ -120,7 +76,7 @@ ALL = [pytest.param(stage, world, marks=() if (stage, world) in ((2, 2), (3, 2))
 
 @pytest.mark.parametrize("stage, world", ALL)
 def test_trainer_with_its_own_optimizer_matches_training_without_deepspeed(stage, world, tmp_path):
-    assert_same(run(world, without_optimizer(stage), tmp_path, gradient_accumulation_steps=2),
+    assert_same(run(world, client_config(stage), tmp_path, gradient_accumulation_steps=2),
                 plain(gradient_accumulation_steps=2))
 
 
@@ -128,7 +84,7 @@ def test_trainer_with_its_own_optimizer_matches_training_without_deepspeed(stage
 @pytest.mark.parametrize("stage", range(4))
 def test_sgd_with_momentum(stage, tmp_path):
     options = {"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 0.1}
-    assert_same(run(2, without_optimizer(stage), tmp_path, **options), plain(**options))
+    assert_same(run(2, client_config(stage), tmp_path, **options), plain(**options))
 
 
 @pytest.mark.slow_clients
@@ -136,14 +92,14 @@ def test_sgd_with_momentum(stage, tmp_path):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_other_architectures(model, stage, tmp_path):
     # Beside DistributedDataParallel: Trainer's loss of T5 grows with the number of ranks, also without DeepSpeed.
-    assert_same(run(2, without_optimizer(stage), tmp_path, model=model), run(2, None, tmp_path, model=model))
+    assert_same(run(2, client_config(stage), tmp_path, model=model), run(2, None, tmp_path, model=model))
 
 
 @pytest.mark.slow_clients
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing(stage, reentrant, tmp_path):
-    assert_same(run(2, without_optimizer(stage), tmp_path, gradient_checkpointing=True,
+    assert_same(run(2, client_config(stage), tmp_path, gradient_checkpointing=True,
                     gradient_checkpointing_kwargs={"use_reentrant": reentrant}), plain())
 
 
@@ -180,10 +136,10 @@ def train_by_hand() -> Run:
 def test_resuming_gives_the_uninterrupted_run_also_at_another_stage_and_world_size(first, then, tmp_path):
     (stage, world), (new_stage, new_world) = first, then
     options = {"max_steps": 5, "warmup_steps": 2}
-    run(world, without_optimizer(stage), tmp_path, save_strategy="steps", save_steps=2, **options)
+    run(world, client_config(stage), tmp_path, save_strategy="steps", save_steps=2, **options)
     state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
     assert state["global_step"] == 4
-    resumed = run(new_world, without_optimizer(new_stage), tmp_path, resume=str(tmp_path / "checkpoint-2"), **options)
+    resumed = run(new_world, client_config(new_stage), tmp_path, resume=str(tmp_path / "checkpoint-2"), **options)
     assert_same(resumed, plain(**options))
 
 
@@ -192,7 +148,7 @@ def test_resuming_gives_the_uninterrupted_run_also_at_another_stage_and_world_si
 def test_the_best_checkpoint_is_loaded_at_the_end(stage, tmp_path):
     options = {"save_strategy": "steps", "eval_strategy": "steps", "save_steps": 1, "eval_steps": 1,
                "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
-    best = run(2, without_optimizer(stage), tmp_path, **options)
+    best = run(2, client_config(stage), tmp_path, **options)
     # the loss falls, so the "best" is the first checkpoint; its learning rate was 0, so these are the first weights
     for name, value in plain(max_steps=1).weights.items():
         torch.testing.assert_close(best.weights[name], value, rtol=0, atol=2e-5)
@@ -228,7 +184,7 @@ def save_model(stage: int, directory: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("stage", range(4))
 def test_16_bit_training_follows_fp32(stage, precision, tmp_path):
-    run16 = run(2, without_optimizer(stage), tmp_path, **{precision: True, "max_steps": 5})
+    run16 = run(2, client_config(stage), tmp_path, **{precision: True, "max_steps": 5})
     assert run16.losses == pytest.approx(plain(max_steps=5).losses, abs=0.05)
     assert run16.losses[-1] < run16.losses[0] - 0.02
 
@@ -353,7 +309,7 @@ def test_evaluation_alone_under_stage_3(tmp_path):
         expected = Trainer(model=llama(), args=arguments(tmp_path, None), eval_dataset=Tokens(6))
         expected_loss = sum(expected.model(**{k: v[None] for k, v in Tokens(6)[i].items()}).loss.item() for i in range(6)) / 6
     with fresh_clients():
-        trainer = Trainer(model=llama(), args=arguments(tmp_path, without_optimizer(3)), eval_dataset=Tokens(6))
+        trainer = Trainer(model=llama(), args=arguments(tmp_path, client_config(3)), eval_dataset=Tokens(6))
         assert trainer.evaluate()["eval_loss"] == pytest.approx(expected_loss, abs=1e-5)
         predictions = trainer.predict(Tokens(6)).predictions
         whole = llama()(torch.stack([Tokens(6)[i]["input_ids"] for i in range(6)])).logits

@@ -16,7 +16,7 @@ import deepspeed  # noqa: E402
 from deepspeed import comm  # noqa: E402
 from deepspeed.errors import PlanError, UsageError  # noqa: E402
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter  # noqa: E402
-from tests.clients.support import VOCABULARY, fresh_clients, llama, trainer_config, whole_weights  # noqa: E402
+from tests.clients.support import VOCABULARY, fresh_clients, llama, runs_on_cpu, trainer_config, whole_weights  # noqa: E402
 from tests.support.pool import distributed  # noqa: E402
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -221,7 +221,7 @@ def trainer(folder: Path, stage: int, world_size: int, **changes: Any) -> Any:
     config.pop("scheduler")
     arguments = TrainingArguments(
         output_dir=str(folder), deepspeed=config, per_device_train_batch_size=2, learning_rate=0.01,
-        lr_scheduler_type="constant", logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True,
+        lr_scheduler_type="constant", logging_steps=1, report_to=[], use_cpu=runs_on_cpu(), disable_tqdm=True,
         parallelism_config=parallelism(world_size), **{"save_strategy": "no", "max_steps": 3, **changes})
     return InOrder(model=llama(), args=arguments, train_dataset=Documents())
 
