@@ -95,14 +95,16 @@ def choose_optimizer(client: OptimizerOrCallable | None, parameters: ModelParame
 def choose_scheduler(client: Any, wrapper: torch.optim.Optimizer | None, basic: torch.optim.Optimizer | None,
                      config: DeepSpeedConfig) -> Any:
     """Return the learning-rate scheduler: the client's, what its callable makes from the basic optimizer, the configured
-    one, or None."""
+    one, or None; a configured one without an optimizer is left out with a warning."""
     if client is not None:
         is_scheduler = isinstance(client, torch.optim.lr_scheduler.LRScheduler) or not callable(client)
         return client if is_scheduler else client(basic)
     if config.scheduler is None or config.scheduler_name is None:
         return None
     if wrapper is None:
-        raise PlanError(f"scheduler.type is {config.scheduler_name}, but there is no optimizer to schedule. Add one.")
+        # transformers evaluates with the training configuration and takes the optimizer out of it, not the scheduler
+        logger.warning("scheduler.type is %s, but there is no optimizer to schedule: it is left out", config.scheduler_name)
+        return None
     return build_lr_scheduler(config.scheduler_name, config.scheduler_params, wrapper)
 
 

@@ -503,7 +503,8 @@ def test_available_configuration_passes() -> None:
     read(zero_optimization={"stage": 3, "zero_hpz_partition_size": 2, "offload_param": {"device": "none"}},
          optimizer={"type": "AdamW"}, scheduler={"type": "WarmupLR"}, bf16={"enabled": True},
          aio={"queue_depth": 4}, comms_logger={"enabled": True},
-         activation_checkpointing={"profile": True, "number_checkpoints": 2}, sequence_parallel_size=1, wandb={"project": "mine"}).check_available()
+         activation_checkpointing={"profile": True, "number_checkpoints": 2}, sequence_parallel_size=1,
+         wandb={"project": "mine"}).check_available()
 
 
 @pytest.mark.parametrize("keys, path", [

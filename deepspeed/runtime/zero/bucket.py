@@ -60,6 +60,7 @@ class ParamBucket:
         self.pins = 0  # GatheredParameters contexts around it
         self.watchers: list[Callable[[ParamBucket], None]] = []  # told when parameters appear or disappear
         self._views: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        self._addresses: list[int] = []  # of the views that the parameters were bound to
         self._init_gradients()
 
     # ---- parameters ------------------------------------------------------------------------------------------------
@@ -196,6 +197,15 @@ class ParamBucket:
     def _bind_full(self) -> None:
         for parameter, view in zip(self.params, self.full_views()):
             parameter.data = view
+        self._addresses = [view.data_ptr() for view in self.full_views()]
+
+    def replaced_params(self) -> list[int]:
+        """Return the parameters that no longer are views of the full tensor, though the bucket keeps them whole and shows
+        them: somebody set `parameter.data`, or moved the module."""
+        if self.is_sharded or not self.is_full:
+            return []
+        return [index for index, (parameter, address) in enumerate(zip(self.params, self._addresses))
+                if parameter.data_ptr() != address]
 
     def _cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return [flat[start:start + shape.numel()].view(shape) for start, shape in zip(self.layout.offsets, self.shapes)]

@@ -19,8 +19,10 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
+from deepspeed.errors import UsageError
 from deepspeed.runtime.zero.bucket import ParamBucket
 from deepspeed.runtime.zero.coordinator import ParamCoordinator, Scope
+from deepspeed.runtime.zero.param_home import home_of
 from deepspeed.runtime.zero.reducer import GradientReducer
 
 logger = logging.getLogger(__name__)
@@ -228,6 +230,21 @@ class ZeroHooks:
                            "optimised, nor averaged over ranks. Add them before.", ", ".join(added))
         self._know_the_model()
 
+    def _take_replaced(self) -> None:
+        """Take over the values of parameters whose data was replaced since the last forward (`parameter.data = ...`).
+
+        Raises: UsageError where that has another device, dtype or shape: an update would not reach what the module shows.
+        """
+        for bucket in self._buckets:
+            for index in bucket.replaced_params():
+                parameter, view = bucket.params[index], bucket.full_views()[index]
+                shown, kept = ((str(tensor.device), str(tensor.dtype), tuple(tensor.shape)) for tensor in (parameter, view))
+                if shown != kept:
+                    raise UsageError(f"parameter {bucket.param_names[index]} was {', '.join(map(str, kept))} in "
+                                     f"deepspeed.initialize and is {', '.join(map(str, shown))} now, so training would not "
+                                     "reach it. Move or cast the model before initialize, or back before training goes on.")
+                home_of(parameter).write(parameter.data)
+
     def _know_the_model(self) -> None:
         self._known_modules = list(self._root.modules())
         self._known_parameters = set(self._root.parameters())
@@ -244,7 +261,10 @@ class ZeroHooks:
         if not in_backward and (scope.module is self._root or not self._running):
             self._forget_running()  # an exception may have left an earlier forward
             self._warn_of_additions()
-            self._coordinator.start_forward(torch.is_grad_enabled() and self._root.training)
+            is_training = torch.is_grad_enabled() and self._root.training
+            if is_training:
+                self._take_replaced()
+            self._coordinator.start_forward(is_training)
         watch = None
         if torch.is_grad_enabled() and scope.is_sharded and not self._coordinator.is_recomputing(scope):
             watch = _InputGrads(self._coordinator, scope)

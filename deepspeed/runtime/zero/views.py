@@ -6,11 +6,12 @@ when the parameter appears or disappears. `torch.nn.Parameter` itself stays as t
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from deepspeed.errors import UsageError
@@ -46,7 +47,7 @@ class PartitionedParam:
     """The methods of a partitioned parameter: `parameter.all_gather()`, `parameter.partition()` and so on."""
 
     METHODS = ("all_gather", "all_gather_coalesced", "partition", "aligned_size", "padding_size", "partition_numel",
-               "ds_summary", "item")
+               "ds_summary", "item", "to", "cpu")
 
     def __init__(self, home: ParamHome):
         self._home = home
@@ -106,6 +107,23 @@ class PartitionedParam:
             return home.full_view.item()
         finally:
             unpin([home])
+
+    def to(self, *args: Any, **options: Any) -> torch.Tensor:
+        """Like `torch.Tensor.to`; while the parameter is released, what moves is one placeholder, not as many elements."""
+        return self._moved(lambda tensor: torch.Tensor.to(tensor, *args, **options))
+
+    def cpu(self, *args: Any, **options: Any) -> torch.Tensor:
+        """Like `torch.Tensor.cpu`, for `module.cpu()`; as `to`."""
+        return self._moved(lambda tensor: torch.Tensor.cpu(tensor, *args, **options))
+
+    def _moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        parameter = self._home.parameter
+        if self._home.bucket.is_full or parameter.numel() == 0:
+            return move(parameter)
+        placeholder = parameter.detach()
+        moved = move(placeholder[(0,) * placeholder.dim()])
+        is_kept = moved.device == placeholder.device and moved.dtype == placeholder.dtype
+        return parameter if is_kept else moved.expand(placeholder.shape)
 
     def _listed(self, param_list: Sequence[nn.Parameter] | None) -> list[PartitionedParam]:
         if param_list is None:
