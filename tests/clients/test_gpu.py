@@ -103,3 +103,30 @@ def generate() -> bool:
         hooked = engine.module.generate(prompt, synced_gpus=True, **options)
         with engine.gathered() as model:
             return torch.equal(hooked, expected) and torch.equal(model.generate(prompt, **options), expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_lightning(stage, world_size, tmp_path):
+    pytest.importorskip("lightning")
+    from tests.clients.test_lightning import fit
+
+    options = {"max_epochs": 2, "gradient_clip_val": 0.3}
+    run = run_distributed(fit, world_size, f"deepspeed_stage_{stage}", str(tmp_path), {}, options, timeout=TIMEOUT,
+                          backend="nccl")[0]
+    plain = run_distributed(fit, 1, None, str(tmp_path), {}, options, timeout=TIMEOUT)[0]
+    assert run.losses == pytest.approx(plain.losses, abs=2e-4)
+    for name, value in plain.weights.items():
+        torch.testing.assert_close(run.weights[name].cpu(), value, rtol=0, atol=3e-4, msg=lambda text: f"{name}: {text}")
+
+
+def test_trainable_tokens_of_peft_under_stage_3(tmp_path):
+    """peft initialises them on CUDA devices alone."""
+    pytest.importorskip("peft")
+    from tests.clients.test_peft import client_config, run_trainer
+
+    options = {"model_changes": None}
+    run = run_distributed(run_trainer, 1, str(tmp_path / "gpu"), client_config(3), "new tokens", options, timeout=TIMEOUT,
+                          backend="nccl")[0]
+    plain = run_distributed(run_trainer, 1, str(tmp_path / "cpu"), None, "new tokens", options, timeout=TIMEOUT)[0]
+    assert_same(run, plain, atol=2e-4)

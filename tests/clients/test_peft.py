@@ -187,7 +187,7 @@ def test_lora_on_one_rank(stage, plain, tmp_path):
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "lora"])
 def test_methods_through_trainer(stage, method, plain, tmp_path):
     if stage == 3 and method == "new tokens":
-        pytest.skip("peft initialises trainable tokens under ZeRO-3 on CUDA devices only")
+        pytest.skip("peft initialises trainable tokens under ZeRO-3 on CUDA devices only: see test_gpu.py")
     check_method(stage, method, plain, tmp_path)
 
 
