@@ -236,12 +236,15 @@ class ParamBucket:
         """Return the reduced gradient of this rank's chunk, in the accumulation dtype; zeros before any reduction."""
         if self.reduces_each_micro_batch:
             if self._shard_grad is None:
-                self._shard_grad = torch.zeros(self.shard_numel, dtype=self.dtypes.accumulate, device=self.device)
+                self._shard_grad = self._new_grad_shard().zero_()
             return self._shard_grad
         if self._grad_full is None:
             self._open_grad_buffer()
             self._grad_full.zero_()
         return self.own_chunk(self._grad_full)
+
+    def _new_grad_shard(self) -> torch.Tensor:
+        return torch.empty(self.shard_numel, dtype=self.dtypes.accumulate, device=self.device)
 
     def add_grad(self, index: int, grad: torch.Tensor, factor: float) -> None:
         """Add `factor` times `grad` to parameter `index`'s gradient of this window."""
@@ -274,7 +277,9 @@ class ParamBucket:
         if self.dtypes.reduce != self.dtypes.accumulate:
             self._wire_buffer = full = full.to(self.dtypes.reduce)
         if wants_shard_buffer and not self.has_grad and self._wire_buffer is None:
-            self._reduce_out = self.grad_shard  # first micro-batch: the wire writes the accumulator itself
+            if self._shard_grad is None:
+                self._shard_grad = self._new_grad_shard()
+            self._reduce_out = self._shard_grad  # first micro-batch: the wire writes the accumulator itself
         else:
             self._reduce_out = self.own_chunk(full)
         self._pending_reduce = self.wire.reduce(full, self._reduce_out, self.label("gradient reduction"))
@@ -304,6 +309,8 @@ class ParamBucket:
         self._filled[:] = bytes(len(self._filled))
         if self.reduces_each_micro_batch:
             self._close_grad_buffer()
+            if self.device.type != "cpu":  # room for the next forward; on a CPU, new pages would cost more than they are worth
+                self._shard_grad = None
 
     @property
     def shows_grads(self) -> bool:

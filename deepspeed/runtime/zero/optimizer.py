@@ -21,24 +21,14 @@ from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.grad_norm import global_grad_norm
 from deepspeed.runtime.zero.bucket import ParamBucket
 from deepspeed.runtime.zero.layout import ParamSlice
+from deepspeed.runtime.zero.piece import Piece
 from deepspeed.runtime.zero.reducer import GradientReducer
+from deepspeed.runtime.zero.update import Factor, choose_update, round_master
 
 
 MASTER_KEY = "fp32"  # what element_states() calls the masters
 # Entries of a param group that say where and how the update runs, not what it computes: a checkpoint does not set them.
 _NOT_HYPERPARAMETERS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
-
-
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """One parameter of the inner optimizer: elements [start, stop) of a bucket's shard."""
-
-    bucket: ParamBucket
-    group_id: int
-    start: int
-    stop: int
-    indices: tuple[int, ...]  # the bucket's parameters with elements in it
-    tensor: torch.Tensor  # view of the master
 
 
 @dataclass(frozen=True)
@@ -77,6 +67,7 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
         self.grouped_params = [[parameter for parameter in group["params"] if parameter in self._location]
                                for group in inner.param_groups]
         self._hand_over()
+        self._apply = choose_update(inner, self._pieces_of, self._masters)
         # an elementwise optimizer keeps all its state per piece, so it may step some pieces at a time
         self._turns = _split(self.buckets, update_numel) if is_elementwise else [self.buckets]
 
@@ -102,24 +93,9 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
         if norm is not None and not self.loss_scaler.accepts(norm):
             self.overflow = True
             return
-        for buckets in self._turns:
-            self._step_buckets(buckets, factor)
-
-    def _step_buckets(self, buckets: Sequence[ParamBucket], factor: torch.Tensor | float) -> None:
-        """Update and publish some buckets: the others' gradients need no fp32 copy meanwhile, and their gathers wait."""
-        self._load_gradients(buckets, factor)
-        pieces = [piece for bucket in buckets for piece in self._pieces_of[bucket]]
-        groups = [group["params"] for group in self.param_groups]
-        for group_id, group in enumerate(self.param_groups):
-            group["params"] = [piece.tensor for piece in pieces if piece.group_id == group_id]
-        try:
-            self.optimizer.step()
-        finally:
-            for group, params in zip(self.param_groups, groups):
-                group["params"] = params
-        for piece in pieces:
-            piece.tensor.grad = None
-        self.publish(buckets)
+        for buckets in self._turns:  # the others' gradients need no fp32 copy meanwhile, and gathers begin early
+            self._apply(buckets, factor)
+            self._show(buckets)
 
     def grad_norm(self) -> torch.Tensor:
         """Return the global norm of the scaled gradients (0-d) and remember the unscaled one. Collective."""
@@ -136,7 +112,7 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
             for bucket in self.buckets:
                 bucket.grad_shard.mul_(factor)
 
-    def _factor(self, norm: torch.Tensor | None) -> torch.Tensor | float:
+    def _factor(self, norm: torch.Tensor | None) -> Factor:
         """Return what gradients are multiplied by: unscaling and clipping in one factor. A tensor stays on the device."""
         inverse_scale = 1.0 / self.loss_scaler.value
         if self.clip_grad <= 0:
@@ -144,25 +120,16 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
         coefficient = self.clip_grad / (norm * inverse_scale + 1e-6)
         return coefficient.clamp(max=1.0) * inverse_scale
 
-    def _load_gradients(self, buckets: Sequence[ParamBucket], factor: torch.Tensor | float) -> None:
+    def publish(self) -> None:
+        """Show the masters to the parameters: cast into the shards and, where parameters are kept whole, launch gathers."""
+        for bucket, master in self._masters.items():
+            round_master(bucket, master)
+        self._show(self.buckets)
+
+    def _show(self, buckets: Sequence[ParamBucket]) -> None:
+        """Say that shards are new. The gathers overlap what follows; the next forward, or any read through the module, waits
+        for its bucket."""
         for bucket in buckets:
-            grad, dtype = bucket.grad_shard, bucket.dtypes.master
-            if grad.dtype != dtype:
-                grad = grad.to(dtype)
-            if isinstance(factor, torch.Tensor) or factor != 1.0:
-                grad.mul_(factor)
-            for piece in self._pieces_of[bucket]:
-                piece.tensor.grad = grad[piece.start:piece.stop].view(piece.tensor.shape)
-
-    def publish(self, buckets: Sequence[ParamBucket] | None = None) -> None:
-        """Show the masters to the parameters: cast into the shards and, where parameters are kept whole, launch gathers.
-
-        The gathers overlap what follows; the next forward, or any read through the module, waits for its bucket.
-        """
-        for bucket in self.buckets if buckets is None else buckets:
-            master = self._masters[bucket]
-            if master is not bucket.shard:
-                bucket.shard.copy_(master)
             bucket.shard_changed()
             if not bucket.is_sharded:
                 bucket.start_gather("the update")
