@@ -74,7 +74,7 @@ class LiveState:
     def local_weights(self, member: Member) -> torch.Tensor:
         """Return this rank's elements of a parameter, in its dtype."""
         held = member.bucket.slice_on_rank(member.index)
-        return self.shards[member.bucket][held.shard_start:held.shard_end]
+        return self.shards[member.bucket][held.shard_start:held.shard_end].to(member.bucket.dtypes.param)
 
     def detached(self, copy: Callable[[str, torch.Tensor], torch.Tensor]) -> LiveState:
         """Return the same with every tensor replaced by what `copy(label, tensor)` returns; shards that are masters too are
@@ -83,7 +83,7 @@ class LiveState:
 
         def copied(key: str, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
             bucket = piece.bucket
-            if key == MASTER_KEY and bucket.dtypes.master == bucket.dtypes.param:
+            if key == MASTER_KEY and bucket.shard_is_master:
                 return shards[bucket][piece.start:piece.stop]
             return copy(f"{key} of {bucket.name}:{piece.start}", tensor)
 

@@ -5,8 +5,8 @@ Vocabulary. *lp* is the parameter as the model computes with it, *hp* the optimi
 collective over the parameter's data-parallel group: every rank calls them for the same parameters in the same order.
 "Local" functions exist at ZeRO stage 3 alone and do not communicate.
 
-What is set reaches the parameters with the next optimizer step. Where parameters and masters have one dtype (fp32) they
-are the same memory, and a new master shows in the parameter at once.
+What is set reaches the parameters with the next optimizer step. Where parameters and masters have one dtype (fp32), and where
+parameters are sharded, they are the same memory, and a new master shows in the parameter at once.
 """
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def _set_grad(optimizer: ShardedOptimizer, fragment: Fragment, value: torch.Tens
 def _show_master(optimizer: ShardedOptimizer, fragment: Fragment) -> None:
     """Let every rank see a master that is the parameter's own memory; gathered copies elsewhere are old now."""
     bucket = fragment.bucket
-    if bucket.dtypes.master == bucket.dtypes.param:
+    if bucket.shard_is_master:
         bucket.shard_changed()
         if not bucket.is_sharded:
             bucket.start_gather("a new master")

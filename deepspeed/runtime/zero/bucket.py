@@ -1,7 +1,8 @@
 """ParamBucket: the bytes of one communication unit.
 
 Vocabulary. The *full* tensor is flat and holds every parameter of the bucket; it is cut into equal *chunks*, one per rank of
-the shard group; the *shard* is this rank's chunk. A bucket is SHARDED (only the shard is current), GATHERING (a gather is
+the shard group; the *shard* is this rank's chunk, in the parameters' dtype or, where it is the optimizer's master as well, in
+that of the master. A bucket is SHARDED (only the shard is current), GATHERING (a gather is
 under way) or FULL (parameters are views of the full tensor). The reading order of this folder is in README.md.
 
 Note [Parameters stay true]: while a bucket is not FULL, each of its parameters shows a NaN scalar expanded to the
@@ -83,6 +84,21 @@ class ParamBucket:
         self.shard = chunk.clone() if self.is_sharded else chunk
         if self.is_sharded:
             self.release()
+
+    def take_master(self) -> torch.Tensor:
+        """Return this rank's chunk in the master dtype, for an optimizer to update.
+
+        A sharded bucket keeps nothing else: its shard is the master from now on, and each gather rounds it.
+        """
+        master = self.shard.to(self.dtypes.master)
+        if self.is_sharded:
+            self.shard = master
+        return master
+
+    @property
+    def shard_is_master(self) -> bool:
+        """Parameters show the master itself at their next gather, without an update."""
+        return self.shard.dtype == self.dtypes.master
 
     def own_chunk(self, full: torch.Tensor) -> torch.Tensor:
         """Return the view of `full` (any dtype, length full_numel) that this rank owns."""

@@ -1,8 +1,9 @@
 """ShardedOptimizer: fp32 master shards, clipping, the update, and publishing it to the parameters.
 
-Vocabulary. The *master* of a bucket is its shard in the master dtype; where that is the parameters' dtype, it is the shard
-itself. A *piece* is the part of one bucket's master that belongs to one param group: what the inner optimizer sees as a
-parameter. An elementwise optimizer gets flat pieces (few, large); any other gets one piece per parameter.
+Vocabulary. The *master* of a bucket is its shard in the master dtype; where that is the parameters' dtype, and where the
+parameters are sharded, it is the shard itself. A *piece* is the part of one bucket's master that belongs to one param group:
+what the inner optimizer sees as a parameter. An elementwise optimizer gets flat pieces (few, large); any other gets one piece
+per parameter.
 """
 from __future__ import annotations
 
@@ -59,8 +60,7 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
         self._reducer, self._consistency, self._model_parallel = reducer, consistency, model_parallel
         self._needs_norm = needs_norm
         self._global_grad_norm: torch.Tensor | None = None
-        self._masters = {bucket: bucket.shard if bucket.dtypes.master == bucket.dtypes.param
-                         else bucket.shard.to(bucket.dtypes.master) for bucket in self.buckets}
+        self._masters = {bucket: bucket.take_master() for bucket in self.buckets}
         self._pieces = [piece for bucket in self.buckets for piece in self._cut(bucket, flat=is_elementwise)]
         self._location = {parameter: (bucket, index) for bucket in self.buckets
                           for index, parameter in enumerate(bucket.params)}

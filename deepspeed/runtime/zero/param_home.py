@@ -60,7 +60,7 @@ class ParamHome:
 
     @property
     def local(self) -> torch.Tensor:
-        """Return this rank's piece of the parameter: 1-D, a view of the shard, possibly empty."""
+        """Return this rank's piece of the parameter: 1-D, a view of the shard and in its dtype, possibly empty."""
         held = self.bucket.slice_on_rank(self.index)
         return self.bucket.shard[:0] if held is None else self.bucket.shard[held.shard_start:held.shard_end]
 
@@ -79,7 +79,7 @@ class ParamHome:
         """Make shard and master follow the full values, which all ranks agree on."""
         bucket = self.bucket
         if bucket.is_sharded:
-            self.local.copy_(self.cut(self.full_view))
+            self._take(self.full_view)
         if bucket.node_shard is not None:
             bucket.node_shard.is_current = False
         self._refresh_master()
@@ -94,20 +94,19 @@ class ParamHome:
             self.full_view.copy_(value)
             self.parameter.data = self.full_view  # moving the module (`module.to`) may have replaced it
         if bucket.is_sharded:
-            self.local.copy_(self.cut(value))
+            self._take(value)
             if not bucket.is_full:
                 bucket.shard_changed()
         self._refresh_master()
 
+    def _take(self, full: torch.Tensor) -> None:
+        """Let this rank's piece follow `full`, rounded to the parameter's dtype."""
+        follow(self.local, self.cut(full).to(self.bucket.dtypes.param))
+
     def _refresh_master(self) -> None:
-        """Let the optimizer's master follow the shard where the two disagree; equal elements keep their precision."""
         fragment = self.fragment
-        if fragment is None:
-            return
-        master, local = self.optimizer.local_master(fragment), self.local
-        if master.data_ptr() != local.data_ptr():
-            changed = master.to(local.dtype) != local
-            master.copy_(torch.where(changed, local.to(master.dtype), master))
+        if fragment is not None:
+            follow(self.optimizer.local_master(fragment), self.local)
 
     def reduce_parameter(self, protocol: int) -> Any:
         """`__reduce_ex__` of the parameter: pickles hold a plain one. Raises: UsageError for a released parameter."""
@@ -116,6 +115,14 @@ class ParamHome:
                              "pickled. Pickle it inside deepspeed.zero.GatheredParameters.")
         parameter = self.parameter
         return nn.Parameter(parameter.data, parameter.requires_grad).__reduce_ex__(protocol)
+
+
+def follow(kept: torch.Tensor, values: torch.Tensor) -> None:
+    """Set `kept` to `values`; where it equals them once it is rounded to their dtype, it keeps its precision."""
+    if kept.dtype == values.dtype:
+        kept.copy_(values)
+    else:
+        kept.copy_(torch.where(kept.to(values.dtype) != values, values.to(kept.dtype), kept))
 
 
 def home_of(parameter: torch.Tensor) -> ParamHome | None:

@@ -76,11 +76,12 @@ def test_step_hooks_and_tensor_learning_rates_get_the_optimizers_own_step() -> N
     train(engine, 2)
     assert calls == [1, 1]
     handle.remove()
-    for group in engine.optimizer.param_groups:
-        group["lr"] = torch.tensor(1e-2)
+    rates = [group["lr"] for group in engine.optimizer.param_groups]
+    for group, rate in zip(engine.optimizer.param_groups, rates):
+        group["lr"] = torch.tensor(rate)
     train(engine, 1, first=1)
-    for group in engine.optimizer.param_groups:
-        group["lr"] = 1e-2
+    for group, rate in zip(engine.optimizer.param_groups, rates):
+        group["lr"] = rate
     train(engine, 1, first=2)
     train(plain, 2), train(plain, 1, first=1), train(plain, 1, first=2)
     assert_close(engine, plain, 2e-6)
@@ -91,3 +92,14 @@ def test_step_hooks_and_tensor_learning_rates_get_the_optimizers_own_step() -> N
 def test_on_a_cpu_the_optimizer_steps_itself(stage: int) -> None:
     engine = start(stage, "AdamW", "bf16")
     assert type(engine.optimizer._apply) is InnerUpdate
+
+
+@distributed(2)
+@pytest.mark.parametrize("stage, is_master", [(1, False), (2, False), (3, True)])
+def test_a_sharded_bucket_keeps_no_16_bit_shard_beside_its_master(stage: int, is_master: bool) -> None:
+    engine = start(stage, "AdamW", "bf16")
+    buckets = [bucket for bucket in engine.optimizer.buckets if bucket.is_sharded or stage < 3]
+    assert buckets
+    for bucket in buckets:
+        assert (bucket.shard is engine.optimizer._masters[bucket]) == bucket.shard_is_master == is_master
+        assert bucket.params[0].dtype == torch.bfloat16
