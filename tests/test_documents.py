@@ -14,8 +14,9 @@ from tests.support.pool import distributed
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")))
-DOCUMENTS = (*PAGES, "ARCHITECTURE.md", "CONTRIBUTING.md", "examples/gpt/README.md", "examples/megatron_mpu/README.md",
-             "deepspeed/runtime/zero/README.md")
+DOCUMENTS = (*PAGES, "ARCHITECTURE.md", "CONTRIBUTING.md", "deepspeed/runtime/zero/README.md",
+             *sorted(str(page.relative_to(ROOT)) for folder in ("docs/clients/*.md", "examples/*/README.md")
+                     for page in ROOT.glob(folder)))
 JSON_WORLD_SIZE = 8  # ranks that the configurations in the documents are checked for
 
 
