@@ -107,7 +107,11 @@ class FullStorage:
 
 
 class StagingPool:
-    """Full-size gradient buffers that live from a bucket's first gradient to the end of its reduction."""
+    """Full-size gradient buffers that live from a bucket's first gradient to the end of its reduction.
+
+    On the CPU they are kept, since new pages cost a pass over them. On a GPU torch's allocator is the pool, and lends the memory
+    to others meanwhile.
+    """
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
@@ -122,4 +126,5 @@ class StagingPool:
 
     def release(self, buffer: torch.Tensor) -> None:
         """Take a buffer back (a prefix view returned by `acquire` comes back whole)."""
-        self._free.append(buffer if buffer._base is None else buffer._base)
+        if buffer.device.type == "cpu":
+            self._free.append(buffer if buffer._base is None else buffer._base)
