@@ -109,8 +109,8 @@ class FullStorage:
 class StagingPool:
     """Full-size gradient buffers that live from a bucket's first gradient to the end of its reduction.
 
-    On the CPU they are kept, since new pages cost a pass over them. On a GPU torch's allocator is the pool, and lends the memory
-    to others meanwhile.
+    On the CPU they are kept, since new pages cost a pass over them. On a GPU torch's allocator is the pool, and lends the
+    memory to others meanwhile.
     """
 
     def __init__(self) -> None:
