@@ -33,6 +33,11 @@ _reduce_scatter_single = (
 )
 
 
+def default_timeout() -> timedelta:
+    """Return how long ranks wait for each other where nothing else is said: DEEPSPEED_TIMEOUT minutes, 10 by default."""
+    return timedelta(minutes=int(os.environ.get(TIMEOUT_NAME, DEFAULT_TIMEOUT_MINUTES)))
+
+
 class ReduceOp(Enum):
     """How a reduction combines the ranks' values. torch.distributed's own constants are accepted everywhere as well."""
 
@@ -86,7 +91,7 @@ def init_distributed(
     if cdb is not None and cdb.is_initialized():
         return
     if timeout is None:
-        timeout = timedelta(minutes=int(os.environ.get(TIMEOUT_NAME, DEFAULT_TIMEOUT_MINUTES)))
+        timeout = default_timeout()
     store = None
     if not torch.distributed.is_initialized():
         if dist_init_required is False:

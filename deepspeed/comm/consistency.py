@@ -8,14 +8,14 @@ different parameters. Nothing of this costs anything while ranks agree with the 
 """
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import time
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from deepspeed.comm.comm import default_timeout
+from deepspeed.comm.store import instance_store
 from deepspeed.comm.topology import Group
 from deepspeed.errors import CommError
 
@@ -31,20 +31,10 @@ class RankConsistency:
 
     def __init__(self, group: Group, timeout: timedelta | None = None):
         self.group = group
-        timeout = timeout or timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", 10)))
-        self._timeout_seconds = timeout.total_seconds()
-        self._store = None
+        self._timeout_seconds = (timeout or default_timeout()).total_seconds()
+        self._store = instance_store("consistency", group)
         self._agreements = 0
-        self._blocks_host = True
-        if group.size > 1:
-            # named by all its ranks: another engine may have a group of this name with other ranks after the first one
-            members = hashlib.sha256(repr(group.ranks).encode()).hexdigest()[:16]
-            store = dist.PrefixStore(f"deepspeed/consistency/{group.name}/{members}",
-                                     dist.distributed_c10d._get_default_store())
-            # the number lives in the store, so that it starts anew with every process group
-            number = store.add(f"instances of rank {group.rank}", 1)
-            self._store = dist.PrefixStore(str(number), store)
-            self._blocks_host = dist.get_backend(group.process_group) != "nccl"
+        self._blocks_host = self._store is None or dist.get_backend(group.process_group) != "nccl"
 
     def wait(self, work: dist.Work, label: str) -> None:
         """Wait for `work`; raise CommError when the ranks turn out to wait for different things.

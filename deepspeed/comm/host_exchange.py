@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
+from deepspeed.comm.comm import default_timeout
+from deepspeed.comm.store import instance_store
 from deepspeed.comm.topology import Group
 from deepspeed.errors import CommError
 
@@ -37,15 +35,7 @@ class HostExchange:
         self.group = group
         self._timeout_seconds = timeout_seconds
         self._round = 0
-        self._call: str | None = None
-        self._lock = threading.Lock()
-        self._store: dist.Store | None = None
-        if group.size > 1:
-            store = dist.PrefixStore(f"deepspeed/exchange/{name}/{group.ranks[0]}",
-                                     dist.distributed_c10d._get_default_store())
-            # the number lives in the store, so that it starts anew with every process group
-            number = store.add(f"instances of rank {group.rank}", 1)
-            self._store = dist.PrefixStore(str(number), store)
+        self._store = instance_store(f"exchange/{name}", group)
 
     def gather(self, value: Any, call: str | None = None) -> list[Any]:
         """Return every rank's value, by rank in the group. value: anything that JSON carries.
@@ -56,20 +46,18 @@ class HostExchange:
         """
         if self._store is None:
             return [value]
-        self._call = call
-        with self._lock:
-            number, self._round = self._round, self._round + 1
-            if self.group.rank == 0:
-                return self._collect(number, value)
-            self._store.set(f"{number}/value/{self.group.rank}", json.dumps(value))
-            self._wait([f"{number}/all"], "the first rank of the group to publish what all ranks said")
-            values = json.loads(self._store.get(f"{number}/all"))
-            self._store.add(f"{number}/left", 1)
-            return values
+        number, self._round = self._round, self._round + 1
+        if self.group.rank == 0:
+            return self._collect(number, value, call)
+        self._store.set(f"{number}/value/{self.group.rank}", json.dumps(value))
+        self._wait([f"{number}/all"], "the first rank of the group to publish what all ranks said", call)
+        values = json.loads(self._store.get(f"{number}/all"))
+        self._store.add(f"{number}/left", 1)
+        return values
 
-    def _collect(self, number: int, value: Any) -> list[Any]:
+    def _collect(self, number: int, value: Any, call: str | None) -> list[Any]:
         keys = [f"{number}/value/{rank}" for rank in range(1, self.group.size)]
-        self._wait(keys, "ranks to answer")
+        self._wait(keys, "ranks to answer", call)
         values = [value, *(json.loads(self._store.get(key)) for key in keys)]
         self._store.set(f"{number}/all", json.dumps(values))
         # This process may hold the store; it must not end before everybody has read.
@@ -86,27 +74,27 @@ class HostExchange:
                                 f"{self._timeout_seconds:.0f} s. Look at the ranks' logs for the first failure.")
             _pause(started)
 
-    def _wait(self, keys: Sequence[str], what: str) -> None:
+    def _wait(self, keys: Sequence[str], what: str, call: str | None) -> None:
         # Asked again and again: a blocking wait would keep the store's connection from the training thread.
         missing, started, has_warned = list(keys), time.monotonic(), False
         limit = self._timeout_seconds
-        if self._call is not None:
-            limit = min(limit, 60.0 * int(os.environ.get("DEEPSPEED_TIMEOUT", 10)))
+        if call is not None:
+            limit = min(limit, default_timeout().total_seconds())
         while True:
             missing = [key for key in missing if not self._store.check([key])]
             if not missing:
                 return
             waited = time.monotonic() - started
             if waited > limit:
-                raise CommError(f"waited {waited:.0f} s {self._whom(what, missing)}. Look at the ranks' logs for the first "
-                                "failure.")
-            if self._call is not None and waited > WARNING_SECONDS and not has_warned:
+                raise CommError(f"waited {waited:.0f} s {self._whom(what, missing, call)}. Look at the ranks' logs for the "
+                                "first failure.")
+            if call is not None and waited > WARNING_SECONDS and not has_warned:
                 has_warned = True
-                logger.warning("still waiting %s", self._whom(what, missing), extra={"all_ranks": True})
+                logger.warning("still waiting %s", self._whom(what, missing, call), extra={"all_ranks": True})
             _pause(started)
 
-    def _whom(self, what: str, missing: Iterable[str]) -> str:
-        place = "" if self._call is None else f" in {self._call}(), which every rank must call"
+    def _whom(self, what: str, missing: Iterable[str], call: str | None) -> str:
+        place = "" if call is None else f" in {call}(), which every rank must call"
         return f"for {what}{place} (group {self.group.name}, missing {_names(missing)})"
 
 
