@@ -105,7 +105,7 @@ class ParamHome:
 
     def _refresh_master(self) -> None:
         fragment = self.fragment
-        if fragment is not None:
+        if fragment is not None and not self.bucket.shard_is_master:
             follow(self.optimizer.local_master(fragment), self.local)
 
     def reduce_parameter(self, protocol: int) -> Any:
