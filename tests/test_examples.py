@@ -5,33 +5,18 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
 import deepspeed
+from tests.support.examples import example_modules
 from tests.support.pool import distributed
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "cifar"
 SHORT = "--pictures 1600 --epochs 4 --batch 16 --lr 2e-3".split()
-
-
-@contextmanager
-def example_modules() -> Iterator[None]:
-    """Let the body import the example's modules, whose names other examples have as well."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(EXAMPLE))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(EXAMPLE))
-        for name in ("data", "model", "train"):
-            if name not in before:
-                sys.modules.pop(name, None)
 
 
 def test_example_learns(tmp_path):
@@ -49,7 +34,7 @@ def test_example_learns(tmp_path):
 
 
 def test_pictures_follow_from_the_seed():
-    with example_modules():
+    with example_modules(EXAMPLE):
         from data import CLASSES, draw_figures
 
     pictures, labels = draw_figures(500, seed=3).tensors
@@ -97,7 +82,7 @@ class Recorder:
 @distributed(world_size=2)
 @pytest.mark.parametrize("fp16", [False, True])
 def test_loop_of_the_tutorial(fp16):
-    with example_modules():
+    with example_modules(EXAMPLE):
         from data import CLASSES, draw_figures
         from model import Net
 

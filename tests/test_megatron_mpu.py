@@ -4,14 +4,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
 from deepspeed import checkpointing
+from tests.support.examples import example_modules
 from tests.support.pool import run_distributed
 
 ROOT = Path(__file__).parent.parent
@@ -21,23 +20,9 @@ CONFIG = {key: value for key, value in json.loads((EXAMPLE / "ds_config.json").r
 RATE = CONFIG["optimizer"]["params"]
 
 
-@contextmanager
-def example_modules() -> Iterator[None]:
-    """Let the body import the example's modules, whose names other examples have as well."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(EXAMPLE))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(EXAMPLE))
-        for name in ("layers", "model", "mpu", "train"):
-            if name not in before:
-                sys.modules.pop(name, None)
-
-
 def unsplit_losses() -> list[float]:
     """Train the whole model with plain PyTorch."""
-    with example_modules():
+    with example_modules(EXAMPLE):
         from model import GPT, GPTConfig
         from mpu import ModelParallelUnit
         from train import batch, call

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.clients.support import VOCABULARY, Tokens, fresh_clients, llama, whole_weights
+from tests.clients.support import VOCABULARY, Tokens, assert_equal_tensors, fresh_clients, llama, whole_weights
 from tests.support.pool import distributed, run_distributed
 
 pytest.importorskip("transformers", reason="needs the client libraries: make test-clients")
@@ -101,12 +101,6 @@ def plain(kind: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]
     return run_distributed(loop, 1, None, kind, timeout=TIMEOUT)[0]
 
 
-def assert_close(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert weights.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(weights[name], value, rtol=0, atol=2e-5, msg=lambda text: f"{name}: {text}")
-
-
 @pytest.mark.parametrize("stage, world, kind", [
     (2, 2, "adamw"), (3, 2, "sgd"),
     *(pytest.param(stage, world, kind, marks=pytest.mark.slow_clients)
@@ -117,7 +111,7 @@ def test_a_training_loop_matches_the_same_loop_without_deepspeed(stage, world, k
     expected_losses, expected_lr, expected = plain(kind)
     assert losses == pytest.approx(expected_losses, abs=2e-5)
     assert lr == pytest.approx(expected_lr)
-    assert_close(weights, expected)
+    assert_equal_tensors(weights, expected, 2e-5)
 
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow_clients), 2, 3])
@@ -126,7 +120,7 @@ def test_saved_state_continues_as_if_never_stopped(stage, tmp_path):
     expected, weights = run_distributed(save_and_load, 2, stage, str(tmp_path), timeout=TIMEOUT)[0]
     whole_losses, _, whole = plain("adamw")
     assert expected == pytest.approx(whole_losses[STEPS:], abs=2e-5)
-    assert_close(weights, whole)
+    assert_equal_tensors(weights, whole, 2e-5)
 
 
 def save_and_load(stage: int, directory: str) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -155,7 +149,7 @@ def test_weights_out(stage, tmp_path):
         accelerator = training.accelerator
         state = accelerator.get_state_dict(training.model)
         if accelerator.is_main_process:
-            assert_exact(state, weights)
+            assert_equal_tensors(state, weights)
         unwrapped = accelerator.unwrap_model(training.model)
         assert isinstance(unwrapped, LlamaForCausalLM)
         unwrapped.save_pretrained(tmp_path / "model", state_dict=state, is_main_process=accelerator.is_main_process,
@@ -165,14 +159,9 @@ def test_weights_out(stage, tmp_path):
         if accelerator.is_main_process:
             from safetensors.torch import load_file
 
-            assert_exact(load_file(tmp_path / "weights" / "model.safetensors"), weights)
+            assert_equal_tensors(load_file(tmp_path / "weights" / "model.safetensors"), weights)
     with fresh_clients():
-        assert_exact(LlamaForCausalLM.from_pretrained(tmp_path / "model").state_dict(), weights)
-
-
-def assert_exact(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert_equal_tensors(LlamaForCausalLM.from_pretrained(tmp_path / "model").state_dict(), weights)
 
 
 @distributed(2, timeout=TIMEOUT)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.clients.support import (
-    Run, Tokens, arguments, assert_same, client_config, fresh_clients, llama, run_of, whole_weights,
+    Run, Tokens, arguments, assert_equal_tensors, assert_same, client_config, fresh_clients, llama, run_of, whole_weights,
 )
 from tests.support.pool import run_distributed
 
@@ -79,8 +79,7 @@ def test_sequences_spread_over_two_gpus(stage, tmp_path):
     losses, weights = run_distributed(ulysses, 2, stage, str(tmp_path), timeout=TIMEOUT, backend="nccl")[0]
     expected_losses, expected = plain_training(batches_of_steps(2, 3))
     assert losses == pytest.approx(expected_losses, abs=3e-4)
-    for name, value in expected.items():
-        torch.testing.assert_close(weights[name], value, rtol=0, atol=2e-4, msg=lambda text: f"{name}: {text}")
+    assert_equal_tensors(weights, expected, 2e-4)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -116,8 +115,7 @@ def test_lightning(stage, world_size, tmp_path):
                           backend="nccl")[0]
     plain = run_distributed(fit, 1, None, str(tmp_path), {}, options, timeout=TIMEOUT)[0]
     assert run.losses == pytest.approx(plain.losses, abs=2e-4)
-    for name, value in plain.weights.items():
-        torch.testing.assert_close(run.weights[name].cpu(), value, rtol=0, atol=3e-4, msg=lambda text: f"{name}: {text}")
+    assert_equal_tensors({name: value.cpu() for name, value in run.weights.items()}, plain.weights, 3e-4)
 
 
 def test_trainable_tokens_of_peft_under_stage_3(tmp_path):

@@ -47,7 +47,7 @@ class OnCpu:
     is_available = staticmethod(lambda: True)
 
 
-def cpu_accelerator() -> Any:
+def ranks_accelerator() -> Any:
     from lightning.pytorch.accelerators import CUDAAccelerator
 
     return type("CpuAccelerator", (OnCpu, CUDAAccelerator), {})() if runs_on_cpu() else "gpu"
@@ -191,7 +191,7 @@ def trainer_for(strategy: Any, folder: str | Path, **options: Any) -> Any:
                "enable_checkpointing": False, "num_sanity_val_steps": 0, "default_root_dir": str(folder), **options}
     if strategy is None:
         return L.Trainer(accelerator="cpu", devices=1, **options)
-    return L.Trainer(strategy=strategy, accelerator=cpu_accelerator(), devices=dist.get_world_size(), **options)
+    return L.Trainer(strategy=strategy, accelerator=ranks_accelerator(), devices=dist.get_world_size(), **options)
 
 
 def finish(trainer: Any, module: Any) -> Run:
@@ -479,7 +479,7 @@ SCRIPT = """
 import sys
 import lightning as L
 import torch
-from tests.clients.test_lightning import cpu_accelerator, module_class
+from tests.clients.test_lightning import ranks_accelerator, module_class
 
 culprit = int(sys.argv[-1])
 
@@ -491,7 +491,7 @@ class Module(module_class()):
 
 inputs = torch.randn(16, 7)
 data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, inputs[:, :3]), batch_size=2)
-trainer = L.Trainer(accelerator=cpu_accelerator(), devices=2, strategy="deepspeed_stage_3", max_epochs=2, logger=False,
+trainer = L.Trainer(accelerator=ranks_accelerator(), devices=2, strategy="deepspeed_stage_3", max_epochs=2, logger=False,
                     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 trainer.fit(Module(), data)
 print(f"rank {trainer.global_rank} of {trainer.world_size} made {trainer.global_step} steps")

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed
-from tests.clients.support import VOCABULARY, Tokens, fresh_clients, saved_llama, trainer_config, whole_weights
+from tests.clients.support import (
+    VOCABULARY, Tokens, assert_equal_tensors, fresh_clients, saved_llama, trainer_config, whole_weights,
+)
 from tests.support.pool import run_distributed
 from tests.test_documents import run_python_blocks
 
@@ -37,9 +39,7 @@ def assert_same(run: Run, plain: Run, atol: float = 3e-5) -> None:
     assert run.logs.keys() == plain.logs.keys()
     for name, values in plain.logs.items():
         assert run.logs[name] == pytest.approx(values, rel=1e-3, abs=1e-4, nan_ok=True), name
-    assert run.weights.keys() == plain.weights.keys()
-    for name, value in plain.weights.items():
-        torch.testing.assert_close(run.weights[name], value, rtol=0, atol=atol, msg=lambda text: f"{name}: {text}")
+    assert_equal_tensors(run.weights, plain.weights, atol)
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------
