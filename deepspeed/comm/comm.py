@@ -173,7 +173,22 @@ def new_group(
     """
     _require_initialized("new_group")
     timeout = timeout or (cdb.timeout if cdb is not None else None)
-    return torch.distributed.new_group(ranks, timeout=timeout, backend=backend, group_desc=group_desc)
+    group = torch.distributed.new_group(ranks, timeout=timeout, backend=backend, group_desc=group_desc)
+    _wait_until_connected(group)
+    return group
+
+
+def _wait_until_connected(group: ProcessGroup | object) -> None:
+    """Return when every member of a gloo group has its connections.
+
+    Gloo returns on a rank as soon as that rank's own are made. If it closes the group then, as a short program does at its
+    end, a slower rank still finds a closed connection while it makes the group.
+    """
+    if group is torch.distributed.GroupMember.NON_GROUP_MEMBER:
+        return
+    backends = torch.distributed.get_backend_config(group)
+    if "cpu:gloo" in backends:
+        group._get_backend(torch.device("cpu")).barrier().wait()
 
 
 def get_rank(group: ProcessGroup | None = None) -> int:

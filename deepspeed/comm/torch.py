@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 from collections.abc import Callable
 from datetime import timedelta
@@ -38,6 +39,8 @@ class TorchBackend:
         self.timeout = timeout
         if not torch.distributed.is_initialized():
             self._create_process_group(init_method, rank, world_size, store)
+            if torch.distributed.get_backend() == "gloo":
+                atexit.register(_end_communication)
         self.backend_name = torch.distributed.get_backend()
         self.process_group = torch.distributed.group.WORLD
 
@@ -72,3 +75,10 @@ class TorchBackend:
 
     def __getattr__(self, name: str) -> Callable:
         return getattr(torch.distributed, name)
+
+
+def _end_communication() -> None:
+    """Close gloo's connections and threads while the interpreter is whole: left to the end of the process, a thread that
+    still runs can abort it. NCCL is left alone, since its end may wait for peers that failed."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
