@@ -28,7 +28,8 @@ endif
 
 PIP := $(PY) -m pip --disable-pip-version-check
 HAS_TORCH := -c 'import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7))' 2> /dev/null
-REQUIREMENTS := pyproject.toml constraints.txt
+# An editable install builds the native libraries once; a change to their sources asks for another.
+REQUIREMENTS := pyproject.toml constraints.txt setup.py deepspeed/ops/native/libraries.py $(wildcard csrc/*/*)
 
 .PHONY: quickstart test test-clients run-clients test-gpu lint clean
 
@@ -51,7 +52,7 @@ lint: $(STAMPS)/lint
 	$(PY) -m ruff check .
 
 clean:
-	rm -rf $(VENV) .venv-clients build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf $(VENV) .venv-clients build dist *.egg-info .pytest_cache .hypothesis .ruff_cache deepspeed/ops/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMPS)/python:

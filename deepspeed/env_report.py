@@ -32,16 +32,16 @@ COLUMN_WIDTH = 120
 
 
 def operator_table(hide_errors_and_warnings: bool = False) -> Table:
-    """Return a table of all ops: name, installed, compatible and, unless hidden, why not."""
+    """Return a table of all ops: name, installed, compatible and, unless hidden, why not or how."""
     table = Table(title="DeepSpeed operators")
     for heading in ("op name", "installed", "compatible"):
         table.add_column(heading, no_wrap=True)
     if not hide_errors_and_warnings:
-        table.add_column("why not")
+        table.add_column("notes")
     for name, builder in sorted(ALL_OPS.items()):
         compatible = builder.is_compatible()
-        reason = [] if hide_errors_and_warnings else [builder.error_log or ""]
-        table.add_row(name, _yes_no(builder.is_installed()), _yes_no(compatible), *reason)
+        notes = [] if hide_errors_and_warnings else [builder.error_log or builder.note()]
+        table.add_row(name, _yes_no(builder.is_installed()), _yes_no(compatible), *notes)
     return table
 
 
@@ -126,7 +126,7 @@ def shared_memory() -> str:
 
 
 def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> None:
-    """Print the report to stdout. hide_errors_and_warnings: leave out why ops do not work."""
+    """Print the report to stdout. hide_errors_and_warnings: leave out the notes on ops."""
     # Into a pipe or file rich would assume 80 columns and cut the paths.
     console = Console(width=None if sys.stdout.isatty() else COLUMN_WIDTH)
     if not hide_operator_status:
@@ -138,7 +138,7 @@ def parse_arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the parsed command line (of the process when `args` is None)."""
     parser = argparse.ArgumentParser(prog="ds_report", description="Report on operators and environment.")
     parser.add_argument("--hide_operator_status", action="store_true", help="leave the table of operators out")
-    parser.add_argument("--hide_errors_and_warnings", action="store_true", help="leave out why operators do not work")
+    parser.add_argument("--hide_errors_and_warnings", action="store_true", help="leave out the notes on operators")
     return parser.parse_args(args)
 
 

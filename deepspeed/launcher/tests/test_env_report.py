@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from deepspeed import env_report
+from deepspeed.ops.native import cpu_optimizers
 from deepspeed.ops.op_builder import ALL_OPS
 from deepspeed.version import __version__
 
@@ -23,6 +24,8 @@ def test_full_report(capsys):
     assert "not available yet" in text
     row = next(line for line in text.splitlines() if "fused_adam" in line)
     assert row.count("YES") == 2 and "NO" not in row
+    (row,) = (line for line in text.splitlines() if "cpu_adam " in line)
+    assert cpu_optimizers.describe() in row
     for fact in (__version__, torch.__version__, sys.executable, "gloo", "/dev/shm", "cores"):
         assert fact in text
 

@@ -1,7 +1,7 @@
 """Op builders: each answers whether one native operator works on this machine, why not, and gives its functions.
 
-Nothing is compiled when an op is first used. An op of this release is either written in PyTorch (its builder implements
-`functions`) or not there yet (its builder says so), so that no builder has sources.
+Nothing is compiled when an op is first used. An op is written in PyTorch (its builder implements `functions`), or in C++ and
+built with the package (`NativeOpBuilder`), or not there yet (its builder says so).
 """
 
 from __future__ import annotations
@@ -14,9 +14,14 @@ from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from deepspeed.errors import OpBuildError
+from deepspeed.ops.native import libraries as native_libraries
+from deepspeed.ops.native.loader import HOW_TO_GET_IT, why_missing
+
+if TYPE_CHECKING:
+    from setuptools import Extension
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +50,17 @@ class OpBuilder(ABC):
         """Return whether the op comes with the package, so that `load` has nothing to build."""
         return bool(self.functions())
 
+    def obstacle(self) -> str | None:
+        """Return why the op does not work on this machine, or None when it does."""
+        return None if self.is_installed() else NOT_AVAILABLE_YET
+
+    def note(self) -> str:
+        """Return what `ds_report` should say about an op that works, such as the instruction set it uses."""
+        return ""
+
     def is_compatible(self, verbose: bool = False) -> bool:
         """Return whether `load` works on this machine. The reason why not is left in `error_log`; verbose logs it."""
-        self.error_log = None if self.is_installed() else NOT_AVAILABLE_YET
+        self.error_log = self.obstacle()
         if verbose and self.error_log is not None:
             logger.warning("op %s: %s", self.name, self.error_log)
         return self.error_log is None
@@ -75,7 +88,7 @@ class OpBuilder(ABC):
         return f"deepspeed.ops.{self.name}"
 
     def sources(self) -> list[str]:
-        """Return the source files to compile: none in this release."""
+        """Return the source files to compile, relative to the folder that holds the package: none."""
         return []
 
     def include_paths(self) -> list[str]:
@@ -94,8 +107,8 @@ class OpBuilder(ABC):
         """Return the linker's flags for `sources`."""
         return []
 
-    def builder(self) -> None:
-        """Refuse to make a setuptools extension, since no op has sources to compile. Raises: OpBuildError."""
+    def builder(self) -> Extension:
+        """Return a setuptools extension. Raises: OpBuildError for an op without sources to compile."""
         raise OpBuildError(
             f"op {self.name} has no native sources, so that there is no extension to build; call load() instead"
         )
@@ -136,6 +149,49 @@ class TorchCPUOpBuilder(OpBuilder):
 
 class CUDAOpBuilder(OpBuilder):
     """An op for CUDA devices, or in PyTorch for any device."""
+
+
+class NativeOpBuilder(TorchCPUOpBuilder):
+    """An op written in C++, in a library that the package's build makes.
+
+    LIBRARY: its name in deepspeed/ops/native/libraries.py.
+    `functions` may be called where the library is missing; what it returns is for `load`, which needs the library.
+    """
+
+    LIBRARY: ClassVar[str]
+
+    @property
+    def _row(self) -> native_libraries.Library:
+        return native_libraries.library(self.LIBRARY)
+
+    def is_installed(self) -> bool:
+        return why_missing(self.LIBRARY) is None
+
+    def obstacle(self) -> str | None:
+        reason = why_missing(self.LIBRARY)
+        return None if reason is None else f"{reason}; {HOW_TO_GET_IT}"
+
+    def sources(self) -> list[str]:
+        return [*self._row.sources]
+
+    def include_paths(self) -> list[str]:
+        return sorted({str(Path(header).parent) for header in self._row.headers})
+
+    def cxx_args(self) -> list[str]:
+        return [*native_libraries.COMPILE_ARGS, *(flag for part in self._row.parts for flag in part.flags)]
+
+    def extra_ldflags(self) -> list[str]:
+        linked = [*self._row.libraries, *(name for part in self._row.parts for name in part.libraries)]
+        return [*(flag for part in self._row.parts for flag in part.flags), *(f"-l{name}" for name in linked)]
+
+    def builder(self) -> Extension:
+        """Return an extension of the library with all its optional parts; setup.py leaves out those that the machine lacks."""
+        from setuptools import Extension
+
+        row = self._row
+        return Extension(f"deepspeed.ops.native.lib{row.name}", self.sources(), include_dirs=self.include_paths(),
+                         define_macros=[(part.macro, "1") for part in row.parts], depends=[*row.headers], language="c++",
+                         extra_compile_args=self.cxx_args(), extra_link_args=self.extra_ldflags())
 
 
 def _exports(path: str, funcname: str) -> bool:

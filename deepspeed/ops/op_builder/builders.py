@@ -5,29 +5,55 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 
-from deepspeed.ops.op_builder import torch_functions
-from deepspeed.ops.op_builder.builder import CUDAOpBuilder, OpBuilder, TorchCPUOpBuilder
+from deepspeed.ops.native import cpu_optimizers
+from deepspeed.ops.op_builder import cpu_functions, torch_functions
+from deepspeed.ops.op_builder.builder import CUDAOpBuilder, NativeOpBuilder, OpBuilder, TorchCPUOpBuilder
 
 
-class CPUAdamBuilder(TorchCPUOpBuilder):
+class _CPUOptimizerBuilder(NativeOpBuilder):
+    """An optimizer on host memory. Its class in deepspeed.ops works without the library too, in PyTorch operations."""
+
+    LIBRARY = cpu_optimizers.LIBRARY
+
+    def obstacle(self) -> str | None:
+        reason = super().obstacle()
+        return None if reason is None else f"torch fallback: {reason}"
+
+    def note(self) -> str:
+        return cpu_optimizers.describe()
+
+
+class CPUAdamBuilder(_CPUOptimizerBuilder):
     """Adam and AdamW on host memory."""
 
     BUILD_VAR = "DS_BUILD_CPU_ADAM"
     NAME = "cpu_adam"
 
+    def functions(self) -> Mapping[str, Callable]:
+        return {function.__name__: function for function in (
+            cpu_functions.create_adam, cpu_functions.adam_update, cpu_functions.adam_rollback, cpu_functions.destroy_adam)}
 
-class CPUAdagradBuilder(TorchCPUOpBuilder):
+
+class CPUAdagradBuilder(_CPUOptimizerBuilder):
     """Adagrad on host memory."""
 
     BUILD_VAR = "DS_BUILD_CPU_ADAGRAD"
     NAME = "cpu_adagrad"
 
+    def functions(self) -> Mapping[str, Callable]:
+        return {function.__name__: function for function in (
+            cpu_functions.create_adagrad, cpu_functions.adagrad_update, cpu_functions.destroy_adagrad)}
 
-class CPULionBuilder(TorchCPUOpBuilder):
+
+class CPULionBuilder(_CPUOptimizerBuilder):
     """Lion on host memory."""
 
     BUILD_VAR = "DS_BUILD_CPU_LION"
     NAME = "cpu_lion"
+
+    def functions(self) -> Mapping[str, Callable]:
+        return {function.__name__: function for function in (
+            cpu_functions.create_lion, cpu_functions.lion_update, cpu_functions.destroy_lion)}
 
 
 class FusedAdamBuilder(CUDAOpBuilder):
@@ -54,18 +80,46 @@ class FusedLambBuilder(CUDAOpBuilder):
     NAME = "fused_lamb"
 
 
-class AsyncIOBuilder(TorchCPUOpBuilder):
-    """Asynchronous reads and writes between host memory and NVMe."""
+class AsyncIOBuilder(NativeOpBuilder):
+    """Asynchronous reads and writes between memory and NVMe: in C++ where the library was built, else in Python."""
 
     BUILD_VAR = "DS_BUILD_ASYNC_IO"
     NAME = "async_io"
+    LIBRARY = "ds_aio"
+
+    def functions(self) -> Mapping[str, Callable]:
+        from deepspeed.ops.aio.functions import aio_read, aio_write, deepspeed_memcpy
+        from deepspeed.ops.aio.handle import AioHandle
+
+        return {"aio_handle": AioHandle, "aio_read": aio_read, "aio_write": aio_write, "deepspeed_memcpy": deepspeed_memcpy}
+
+    def obstacle(self) -> str | None:
+        return None
+
+    def note(self) -> str:
+        from deepspeed.ops.aio.engines import describe_engine
+
+        return describe_engine()
 
 
 class GDSBuilder(CUDAOpBuilder):
-    """Reads and writes between device memory and NVMe (GPUDirect Storage)."""
+    """Reads and writes between device memory and NVMe (GPUDirect Storage), by KvikIO."""
 
     BUILD_VAR = "DS_BUILD_GDS"
     NAME = "gds"
+
+    def functions(self) -> Mapping[str, Callable]:
+        from deepspeed.ops.gds.handle import GdsHandle
+
+        return {"gds_handle": GdsHandle}
+
+    def obstacle(self) -> str | None:
+        from deepspeed.ops.gds.handle import obstacle
+
+        return obstacle()
+
+    def is_installed(self) -> bool:
+        return self.obstacle() is None
 
 
 class UtilsBuilder(OpBuilder):

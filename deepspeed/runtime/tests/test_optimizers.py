@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from deepspeed.errors import DeepSpeedConfigError, FeatureNotAvailableError
-from deepspeed.ops.adam import FusedAdam
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.runtime.optimizers import ELEMENTWISE_CLASSES, build_optimizer, is_elementwise, is_zero_supported
 
 
@@ -21,6 +23,7 @@ def make_params() -> list[torch.nn.Parameter]:
         ("Adam", {"torch_adam": True, "adam_w_mode": False}, torch.optim.Adam),
         ("AdamW", {"torch_adam": True, "adam_w_mode": False, "amsgrad": True}, torch.optim.AdamW),
         ("ADAGRAD", {"lr": 0.1}, torch.optim.Adagrad),
+        ("lion", {"lr": 0.1, "weight_decay": 0.1, "betas": [0.9, 0.98]}, FusedLion),
         ("SGD", {"lr": 0.1, "momentum": 0.9}, torch.optim.SGD),
         ("RMSprop", {}, torch.optim.RMSprop),
         ("Adafactor", {}, torch.optim.Adafactor),
@@ -31,6 +34,12 @@ def test_built_class(name: str, params: dict | None, expected: type) -> None:
     assert type(optimizer) is expected
     if params and "lr" in params:
         assert optimizer.param_groups[0]["lr"] == params["lr"]
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    ("AdamW", DeepSpeedCPUAdam), ("Adagrad", DeepSpeedCPUAdagrad), ("Lion", DeepSpeedCPULion), ("SGD", torch.optim.SGD)])
+def test_built_class_for_state_in_host_memory(name: str, expected: type) -> None:
+    assert type(build_optimizer(name, {"lr": 0.1}, make_params(), on_host=True)) is expected
 
 
 @pytest.mark.parametrize(
@@ -84,7 +93,7 @@ def test_max_grad_norm_points_at_gradient_clipping() -> None:
         build_optimizer("Adam", {"max_grad_norm": 1.0}, make_params())
 
 
-@pytest.mark.parametrize("name", ["Lamb", "OneBitAdam", "Muon", "lion"])
+@pytest.mark.parametrize("name", ["Lamb", "OneBitAdam", "Muon", "zerooneadam"])
 def test_unavailable_built_ins(name: str) -> None:
     with pytest.raises(FeatureNotAvailableError, match=name):
         build_optimizer(name, {}, make_params())
@@ -139,10 +148,10 @@ def test_subclasses_are_not_taken_on_trust() -> None:
 def test_zero_supported() -> None:
     supported = {
         name
-        for name in ("Adam", "AdamW", "Adagrad", "SGD", "RMSprop", "Adamax")
+        for name in ("Adam", "AdamW", "Adagrad", "Lion", "SGD", "RMSprop", "Adamax")
         if is_zero_supported(build_optimizer(name, {}, make_params()))
     }
-    assert supported == {"Adam", "AdamW", "Adagrad"}
+    assert supported == {"Adam", "AdamW", "Adagrad", "Lion"}
     assert is_zero_supported(torch.optim.AdamW(make_params()))
 
 

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed.errors import OpBuildError
+from deepspeed.errors import OpBuildError, UsageError
 from deepspeed.ops import op_builder
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.lion import DeepSpeedCPULion
+from deepspeed.ops.native import loader
 from deepspeed.ops.op_builder import (
     ALL_OPS,
+    CPUAdagradBuilder,
     CPUAdamBuilder,
+    CPULionBuilder,
     FusedAdamBuilder,
     NotImplementedBuilder,
     OpBuilder,
+    QuantizerBuilder,
     UtilsBuilder,
 )
+from deepspeed.ops.op_builder.builder import NOT_AVAILABLE_YET, NativeOpBuilder
 
 IN_PYTORCH = {"fused_adam", "utils"}
+CPU_OPTIMIZERS = {"cpu_adam", "cpu_adagrad", "cpu_lion"}
+needs_library = pytest.mark.skipif(not CPUAdamBuilder().is_installed(), reason="the library cpu_optimizers is not built")
 
 
 def test_names_are_unique_and_complete():
@@ -34,21 +45,28 @@ def test_names_are_unique_and_complete():
 @pytest.mark.parametrize("name", sorted(ALL_OPS))
 def test_compatible_means_loadable(name):
     builder = ALL_OPS[name]
-    assert builder.is_compatible() == builder.is_installed() == (name in IN_PYTORCH)
     if builder.is_compatible():
         assert builder.load() is type(builder)().load() and builder.error_log is None
+        assert all(map(callable, builder.functions().values()))
         return
-    with pytest.raises(RuntimeError, match=f"Unable to JIT load the {name} op .*not available yet") as caught:
+    with pytest.raises(RuntimeError, match=f"Unable to JIT load the {name} op ") as caught:
         builder.load()
-    assert isinstance(caught.value, OpBuildError)
+    assert isinstance(caught.value, OpBuildError) and builder.error_log in str(caught.value)
+
+
+def test_what_is_there():
+    compatible = {name for name, builder in ALL_OPS.items() if builder.is_compatible()}
+    assert IN_PYTORCH <= compatible
+    assert compatible & CPU_OPTIMIZERS in (set(), CPU_OPTIMIZERS)
+    assert {builder.obstacle() for name, builder in ALL_OPS.items() if name == "quantizer"} == {NOT_AVAILABLE_YET}
 
 
 def test_the_reason_is_logged_on_request(caplog, monkeypatch):
     monkeypatch.setattr("deepspeed.ops.op_builder.builder.logger", logging.getLogger("test_builders"))
-    CPUAdamBuilder().is_compatible(verbose=False)
+    QuantizerBuilder().is_compatible(verbose=False)
     assert caplog.records == []
-    CPUAdamBuilder().is_compatible(verbose=True)
-    assert "cpu_adam: not available yet" in caplog.text
+    QuantizerBuilder().is_compatible(verbose=True)
+    assert "quantizer: not available yet" in caplog.text
 
 
 def test_not_implemented_builder_always_raises_value_error():
@@ -58,7 +76,7 @@ def test_not_implemented_builder_always_raises_value_error():
 
 
 def test_there_is_nothing_to_compile(tmp_path):
-    builder = CPUAdamBuilder()
+    builder = UtilsBuilder()
     assert [
         builder.sources(),
         builder.include_paths(),
@@ -66,11 +84,31 @@ def test_there_is_nothing_to_compile(tmp_path):
         builder.nvcc_args(),
         builder.extra_ldflags(),
     ] == [[]] * 5
-    assert builder.absolute_name() == "deepspeed.ops.cpu_adam"
+    assert builder.absolute_name() == "deepspeed.ops.utils"
     with pytest.raises(OpBuildError, match="no native sources"):
         builder.builder()
     assert builder.deepspeed_src_path("deepspeed/errors.py") == __import__("deepspeed.errors").errors.__file__
     assert builder.deepspeed_src_path(str(tmp_path)) == str(tmp_path)
+
+
+@pytest.mark.parametrize("builder", [b for b in ALL_OPS.values() if isinstance(b, NativeOpBuilder)], ids=lambda b: b.name)
+def test_native_op_tells_what_it_is_built_from(builder):
+    sources = [Path(builder.deepspeed_src_path(source)) for source in builder.sources()]
+    assert sources and all(source.is_file() for source in sources)
+    assert all(Path(builder.deepspeed_src_path(folder)).is_dir() for folder in builder.include_paths())
+    extension = builder.builder()
+    assert extension.sources == builder.sources() and extension.extra_compile_args == builder.cxx_args()
+    assert "-std=c++17" in builder.cxx_args() and extension.extra_link_args == builder.extra_ldflags()
+
+
+def test_missing_library_is_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(loader, "FOLDER", tmp_path)
+    monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
+    builder = CPUAdamBuilder()
+    assert not builder.is_installed() and not builder.is_compatible()
+    assert builder.error_log.startswith("torch fallback: ") and "C++ compiler" in builder.error_log
+    with pytest.raises(OpBuildError, match="Unable to JIT load the cpu_adam op .*C\\+\\+ compiler"):
+        builder.load()
 
 
 def test_probes_of_the_machine():
@@ -129,3 +167,49 @@ def test_flatten_and_unflatten():
     assert flat.tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
     flat.add_(1)
     assert [view.tolist() for view in utils.unflatten(flat, tensors)] == [[[1, 2, 3], [4, 5, 6]], [1, 2]]
+
+
+def make_state(count: int) -> list[torch.Tensor]:
+    return [torch.zeros(5, 3) for _ in range(count)]
+
+
+@needs_library
+def test_adam_functions_do_what_the_class_does():
+    adam = CPUAdamBuilder().load()
+    grad, param = torch.randn(5, 3), torch.nn.Parameter(torch.randn(5, 3))
+    ours, moments = param.detach().clone(), make_state(2)
+    param.grad = grad.clone()
+    DeepSpeedCPUAdam([param], lr=0.1, weight_decay=0.1, adamw_mode=False).step()
+    adam.create_adam(7, 0.1, 0.9, 0.999, 1e-8, 0.1, False, True)
+    arguments = (7, 1, 0.1, 0.9, 0.999, 1e-8, 0.1, True, ours, grad, *moments)
+    before = ours.clone()
+    adam.adam_update(*arguments)
+    assert torch.equal(ours, param.detach())
+    adam.adam_rollback(*arguments)
+    torch.testing.assert_close(ours, before, rtol=1e-6, atol=1e-7)
+    adam.destroy_adam(7)
+    with pytest.raises(UsageError, match="no optimizer 7"):
+        adam.adam_update(*arguments)
+
+
+@needs_library
+def test_adagrad_and_lion_functions_do_what_the_classes_do():
+    grad, start = torch.randn(5, 3), torch.randn(5, 3)
+    params = [torch.nn.Parameter(start.clone()) for _ in range(2)]
+    for param, make in zip(params, (DeepSpeedCPUAdagrad, DeepSpeedCPULion)):
+        param.grad = grad.clone()
+        make([param], lr=0.1, weight_decay=0.1).step()
+    ours, state = start.clone(), make_state(1)
+    adagrad = CPUAdagradBuilder().load()
+    adagrad.create_adagrad(1, 0.1, 1e-10, 0.1, False)
+    adagrad.adagrad_update(1, 1, 0.1, 1e-10, 0.1, ours, grad, *state)
+    assert torch.equal(ours, params[0].detach())
+    ours, state = start.clone(), make_state(1)
+    lion = CPULionBuilder().load()
+    lion.create_lion(1, 0.1, 0.9, 0.999, 0.1, False)
+    lion.lion_update(1, 1, 0.1, 0.9, 0.999, 0.1, ours, grad, *state)
+    assert torch.equal(ours, params[1].detach())
+    with pytest.raises(UsageError, match="contiguous"):
+        lion.lion_update(1, 1, 0.1, 0.9, 0.999, 0.1, ours.T, grad.T, *state)
+    adagrad.destroy_adagrad(1)
+    lion.destroy_lion(1)

@@ -1,0 +1,40 @@
+"""Lion for parameters in host memory, in one pass over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from deepspeed.ops.cpu_optimizer import CPUOptimizer, check_options
+from deepspeed.ops.lion.cpu_one_pass import update_lion_on_cpu
+from deepspeed.ops.lion.one_pass import LionNumbers
+
+
+class DeepSpeedCPULion(CPUOptimizer):
+    """Lion (Chen et al., arXiv:2302.06675) on the CPU: p *= 1 - lr * weight_decay; p -= lr * sign(b1 * m + (1 - b1) * g);
+    m = b2 * m + (1 - b2) * g.
+
+    model_params: CPU tensors or param-group dicts. fp32_optimizer_states: keep m in fp32; False for the parameter's dtype.
+    State per parameter: `step` and m, called `exp_avg`.
+    Raises: DeepSpeedConfigError (a ValueError) for values out of range; in `step`, UsageError (an AssertionError) for a
+    parameter that is not on the CPU.
+    """
+
+    STATES = ("exp_avg",)
+
+    def __init__(
+        self,
+        model_params: Iterable[Tensor] | Iterable[dict],
+        lr: float = 1e-3,
+        betas: Sequence[float] = (0.9, 0.999),
+        weight_decay: float = 0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        check_options("DeepSpeedCPULion", betas=betas, lr=float(lr), weight_decay=weight_decay)
+        super().__init__(model_params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}, fp32_optimizer_states)
+
+    def _update(self, group: dict, step: int, param: Tensor, states: tuple[Tensor, ...], grad: Tensor, *,
+                out: Tensor | None = None, factor: float = 1.0, num_threads: int | None = None) -> None:
+        numbers = LionNumbers(float(group["lr"]), *group["betas"], group["weight_decay"])
+        update_lion_on_cpu(param, *states, grad, out, numbers, factor, num_threads)
