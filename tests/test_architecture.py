@@ -38,6 +38,7 @@ LAYERS = {
     "deepspeed.runtime.comm": 1,
     "deepspeed.runtime.dataloader": 1,
     "deepspeed.runtime.fp16": 1,
+    "deepspeed.runtime.grad_squares": 1,
     "deepspeed.runtime.lr_schedules": 1,
     "deepspeed.runtime.lr_tuning": 1,
     "deepspeed.runtime.named_class": 1,
@@ -65,6 +66,8 @@ LAYERS = {
     "deepspeed.runtime": 5,
     "deepspeed.pipe": 5,
     "deepspeed.runtime.config_cli": 6,
+    "deepspeed.runtime.plan_cli": 6,
+    "deepspeed.nvme": 6,
 }
 
 # (importer, imported): why a module may import from a layer above its own, inside a function.

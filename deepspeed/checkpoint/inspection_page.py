@@ -10,22 +10,9 @@ from typing import Any
 from rich.filesize import decimal
 
 from deepspeed.checkpoint.inspection import PARTS, Facts, FileContent
+from deepspeed.utils.page import bar, document, legend
 
 _COLORS = dict(zip(PARTS, ("#2f6db5", "#c26a1c", "#3d8f5f", "#8a8a8a"), strict=True))
-
-_STYLE = """
-:root { color-scheme: light dark }
-body { font: 15px/1.45 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.4rem; overflow-wrap: anywhere } h2 { font-size: 1.1rem; margin-top: 2rem }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
-th, td { text-align: left; vertical-align: top; padding: .2rem .7rem .2rem 0; border-bottom: 1px solid #8884;
-  overflow-wrap: anywhere }
-td.number, th.number { text-align: right; white-space: nowrap }
-.problem { color: #c0392b }
-.bar { display: flex; height: 1.1rem; min-width: 12rem }
-.bar span { display: block; min-width: 1px; box-shadow: inset -1px 0 #fff8 }
-.legend span { display: inline-block; width: .8rem; height: .8rem; margin: 0 .3rem 0 1rem }
-"""
 
 
 def page(facts: Facts, contents: Sequence[FileContent]) -> str:
@@ -33,13 +20,12 @@ def page(facts: Facts, contents: Sequence[FileContent]) -> str:
     title = f"Checkpoint {facts.folder}"
     problem = f'<p class="problem">{escape(facts.problem)}</p>' if facts.problem else ""
     notes = "".join(f"<p>Note: {escape(note)}.</p>" for note in facts.notes)
-    return (f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
-            f"<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n{problem}{notes}\n"
-            f"{_section('Overview', ('', ''), overview(facts))}\n"
-            f"<h2>What each rank's files hold</h2>\n{_bars(contents)}\n"
-            f"{_section('Param groups', GROUP_COLUMNS, group_rows(facts))}\n"
-            f"{_section('Files', FILE_COLUMNS, file_rows(facts))}\n"
-            f"{_section('Parameters', PARAMETER_COLUMNS, parameter_rows(facts))}\n</body>\n</html>\n")
+    return document(title, f"{problem}{notes}\n"
+                    f"{_section('Overview', ('', ''), overview(facts))}\n"
+                    f"<h2>What each rank's files hold</h2>\n{_bars(contents)}\n"
+                    f"{_section('Param groups', GROUP_COLUMNS, group_rows(facts))}\n"
+                    f"{_section('Files', FILE_COLUMNS, file_rows(facts))}\n"
+                    f"{_section('Parameters', PARAMETER_COLUMNS, parameter_rows(facts))}")
 
 
 # ---- the same rows as in the terminal --------------------------------------------------------------------------------
@@ -120,16 +106,14 @@ def _section(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) 
 def _bars(contents: Sequence[FileContent]) -> str:
     owners = [(owner, _by_file(files)) for owner, files in groupby(contents, lambda content: content.owner)]
     widest = max((sum(size for _, _, size in pieces) for _, pieces in owners), default=0) or 1
-    legend = "".join(f'<span style="background:{color}"></span>{part}' for part, color in _COLORS.items())
     rows = []
     for owner, pieces in owners:
-        spans = "".join(f'<span style="width:{100 * size / widest:.3f}%;background:{_COLORS[part]}" '
-                        f'title="{escape(name)}: {part} {decimal(size)}"></span>' for name, part, size in pieces)
+        spans = bar((_COLORS[part], f"{name}: {part} {decimal(size)}", size / widest) for name, part, size in pieces)
         sums = [f"{part} {decimal(total)}" for part in PARTS
                 if (total := sum(size for _, kind, size in pieces if kind == part))]
-        rows.append(f'<tr><td>{escape(owner)}</td><td style="width:60%"><div class="bar">{spans}</div></td>'
+        rows.append(f'<tr><td>{escape(owner)}</td><td style="width:60%">{spans}</td>'
                     f"<td>{', '.join(sums)}</td></tr>")
-    return f'<p class="legend">{legend}</p>\n<table>\n{chr(10).join(rows)}\n</table>'
+    return f'{legend(_COLORS)}\n<table>\n{chr(10).join(rows)}\n</table>'
 
 
 def _by_file(files: Iterable[FileContent]) -> list[tuple[str, str, int]]:

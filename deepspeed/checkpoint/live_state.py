@@ -15,6 +15,7 @@ from deepspeed import comm
 from deepspeed.checkpoint.regions import Local, Member
 from deepspeed.runtime.zero.bucket import ParamBucket
 from deepspeed.runtime.zero.optimizer import MASTER_KEY, Piece, ShardedOptimizer
+from deepspeed.runtime.zero.state_store import StoredState
 
 if TYPE_CHECKING:
     from deepspeed.runtime.parts import Parts
@@ -35,7 +36,7 @@ class LiveState:
     keys: dict[str, torch.dtype]
     keys_of_group: list[set[str]]
     scalars: dict[str, dict[str, Any]]
-    element_states: dict[str, dict[Piece, torch.Tensor]]
+    element_states: dict[str, dict[Piece, torch.Tensor | StoredState]]
     shards: dict[ParamBucket, torch.Tensor]
     optimizer: ShardedOptimizer | None
 
@@ -74,15 +75,21 @@ class LiveState:
     def local_weights(self, member: Member) -> torch.Tensor:
         """Return this rank's elements of a parameter, in its dtype."""
         held = member.bucket.slice_on_rank(member.index)
+        if member.bucket.shard_is_on_disk:
+            with member.bucket.shard_opened():
+                return member.bucket.shard[held.shard_start:held.shard_end].clone()
         return self.shards[member.bucket][held.shard_start:held.shard_end].to(member.bucket.dtypes.param)
 
     def detached(self, copy: Callable[[str, torch.Tensor], torch.Tensor]) -> LiveState:
         """Return the same with every tensor replaced by what `copy(label, tensor)` returns; shards that are masters too are
-        copied once."""
-        shards = {bucket: copy(f"weights of {bucket.name}", shard) for bucket, shard in self.shards.items()}
+        copied once, and what rests on a disk not at all."""
+        shards = {bucket: shard if bucket.shard_is_on_disk else copy(f"weights of {bucket.name}", shard)
+                  for bucket, shard in self.shards.items()}
 
-        def copied(key: str, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
+        def copied(key: str, piece: Piece, tensor: torch.Tensor | StoredState) -> torch.Tensor | StoredState:
             bucket = piece.bucket
+            if isinstance(tensor, StoredState):
+                return tensor
             if key == MASTER_KEY and bucket.shard_is_master:
                 return shards[bucket][piece.start:piece.stop]
             return copy(f"{key} of {bucket.name}:{piece.start}", tensor)
@@ -92,7 +99,7 @@ class LiveState:
             for key, states in self.element_states.items()})
 
 
-def _agree_on_states(optimizer: ShardedOptimizer, states: dict[str, dict[Piece, torch.Tensor]]
+def _agree_on_states(optimizer: ShardedOptimizer, states: dict[str, dict[Piece, torch.Tensor | StoredState]]
                      ) -> tuple[dict[str, torch.dtype], list[set[str]], dict[str, dict[str, Any]]]:
     """Return the state keys with their dtypes, those of each group, and the other state by parameter name. Collective.
 

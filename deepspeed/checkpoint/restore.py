@@ -279,10 +279,11 @@ class CheckpointLoader:
         if options.custom_load is not None:
             return
         for bucket in others:
-            for index in range(len(bucket.params)):
-                held, found = bucket.slice_on_rank(index), value(bucket, index)
-                if found is not None:
-                    bucket.shard[held.shard_start:held.shard_end].copy_(found)
+            with bucket.shard_opened(is_changed=True):
+                for index in range(len(bucket.params)):
+                    held, found = bucket.slice_on_rank(index), value(bucket, index)
+                    if found is not None:
+                        bucket.shard[held.shard_start:held.shard_end].copy_(found)
         for name, parameter in self._unmanaged_parameters(reader):
             parameter.copy_(reader.weight(name).view(parameter.shape))
         for name, buffer in persistent_buffers(self._engine.module).items():
@@ -307,9 +308,8 @@ class CheckpointLoader:
             return
 
         def restore() -> None:
-            pieces = [piece for bucket in self._optimizer.buckets for piece in self._optimizer.pieces_of(bucket)]
             extra = reader.extra_state()
-            self._optimizer.restore_states({piece: _piece_state(reader, extra, piece) for piece in pieces}, groups)
+            self._optimizer.restore_states(lambda piece: _piece_state(reader, extra, piece), groups)
             saved = reader.loss_scaler
             if saved is not None:
                 state = saved.state_dict() if isinstance(saved, LossScalerBase) else saved

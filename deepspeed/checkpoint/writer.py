@@ -76,7 +76,10 @@ class CheckpointWriter:
         config, topology = engine._config.checkpoint, engine.topology
         self._pair = topology.group_pair(engine.plan.shard_size)
         self._exchange = HostExchange(topology.world, "checkpoint")
-        self._is_async = config.async_save
+        self._is_async = config.async_save and not engine.plan.offload.uses_disk
+        if config.async_save and not self._is_async:
+            logger.warning("checkpoint.async_save is true, but state rests on a disk, from where it is written while training "
+                           "waits: saving is not asynchronous")
         self._is_node_local = config.use_node_local_storage
         self._uses_zip = config.checkpoint_serialization
         self._is_on_gpu = any(bucket.device.type != "cpu" for bucket in engine._parts.buckets)

@@ -33,6 +33,9 @@ class Pending(Protocol):
     def wait(self) -> None:
         """Block the host (CPU) or the current stream (GPU) until the result is there."""
 
+    def wait_for_chunk(self) -> None:
+        """Block the host until the chunk that a gather was given is not read any more."""
+
 
 class Done:
     """The collective that was not needed."""
@@ -40,12 +43,14 @@ class Done:
     def wait(self) -> None:
         return None
 
+    wait_for_chunk = wait
+
 
 class Wire(Protocol):
     """What a bucket needs of communication."""
 
-    def gather(self, full: torch.Tensor, label: str) -> Pending:
-        """Fill every chunk of `full`; this rank's own chunk holds its shard already."""
+    def gather(self, full: torch.Tensor, label: str, chunk: torch.Tensor | None = None) -> Pending:
+        """Fill every chunk of `full`. chunk: this rank's own, of any dtype and device; None when it is in `full` already."""
 
     def reduce(self, full: torch.Tensor, out: torch.Tensor, label: str) -> Pending:
         """Reduce `full` over both groups and leave this rank's chunk, scaled, in `out` (which may lie inside `full`)."""
@@ -95,6 +100,9 @@ class _HostPending:
         if self._then is not None:
             self._then()
 
+    def wait_for_chunk(self) -> None:
+        return None  # it was copied at once
+
 
 class _StreamPending:
     """A collective enqueued on a side stream: the current stream waits, the host does not."""
@@ -104,6 +112,9 @@ class _StreamPending:
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self._event)
+
+    def wait_for_chunk(self) -> None:
+        self._event.synchronize()
 
 
 BROADCAST_BYTES = 2 ** 21
@@ -122,8 +133,10 @@ class HostWire:
         self.pair, self.scale = pair, scale
         self._consistency, self._method = consistency, method
 
-    def gather(self, full: torch.Tensor, label: str) -> Pending:
+    def gather(self, full: torch.Tensor, label: str, chunk: torch.Tensor | None = None) -> Pending:
         shard = self.pair.shard
+        if chunk is not None:
+            _own_chunk(full, shard).copy_(chunk)
         if shard.size == 1 or full.numel() == 0:
             return Done()
         method = self._method
@@ -165,13 +178,16 @@ class StreamWire:
         self._gather_group, self._streams = gather_group, streams
         self._method, self._uses_reduce_scatter = method, uses_reduce_scatter
 
-    def gather(self, full: torch.Tensor, label: str) -> Pending:
-        if self._gather_group.size == 1 or full.numel() == 0:
+    def gather(self, full: torch.Tensor, label: str, chunk: torch.Tensor | None = None) -> Pending:
+        if full.numel() == 0 or self._gather_group.size == 1 and chunk is None:
             return Done()
         stream = self._streams.gather
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), torch.profiler.record_function(label):
-            _launch_gather(full, self._gather_group, self._method, is_async=False)
+            if chunk is not None:  # here, so that a chunk in host memory crosses the bus beside the compute stream as well
+                _own_chunk(full, self._gather_group).copy_(chunk, non_blocking=True)
+            if self._gather_group.size > 1:
+                _launch_gather(full, self._gather_group, self._method, is_async=False)
             return _StreamPending(stream.record_event())
 
     def reduce(self, full: torch.Tensor, out: torch.Tensor, label: str) -> Pending:

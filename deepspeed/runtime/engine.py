@@ -26,6 +26,7 @@ from deepspeed.comm.topology import Topology
 from deepspeed.errors import DeepSpeedConfigError, PlanError, UsageError
 from deepspeed.module_inject.auto_tp import split_model
 from deepspeed.runtime import progress
+from deepspeed.runtime.compiled_blocks import compile_blocks
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine_accessors import EngineAccessors
@@ -261,9 +262,12 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
 
     def compile(self, backend: str | None = None, compile_kwargs: Mapping[str, Any] | None = None, schedule: Any = None,
                 compiled_autograd_enabled: bool = False) -> None:
-        """Compile the module with torch.compile; a second call does nothing.
+        """Compile every transformer block with torch.compile, the rest stays eager; a second call does nothing.
 
-        backend: the accelerator's by default; it goes before a `backend` in compile_kwargs.
+        Blocks are those whose parameters ZeRO gathers together; a model without any is compiled whole. Nothing is compiled
+        before a block runs. backend: the accelerator's by default; it goes before a `backend` in compile_kwargs.
+        compile_kwargs: other arguments of torch.compile.
+        Raises: UsageError for `schedule` and `compiled_autograd_enabled`, and for CUDA graphs at stage 3.
         """
         if schedule is not None or compiled_autograd_enabled:
             raise UsageError("engine.compile(schedule=..., compiled_autograd_enabled=...) belongs to DeepCompile, which is not "
@@ -273,9 +277,9 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         options = dict(compile_kwargs or {})
         if options.pop("backend", backend) != backend:
             logger.warning("engine.compile: the backend in compile_kwargs is not used; pass backend=...")
-        self._parts.hooks.remove()
-        self.module.compile(backend=backend or get_accelerator().get_compile_backend(), **options)
-        self._parts.hooks.install()  # anew, because the hooks of a compiled module must stay outside the compiled regions
+        options["backend"] = backend or get_accelerator().get_compile_backend()
+        compile_blocks(self.module, options, granularity_threshold=self.plan.granularity_threshold,
+                       moves_parameters=self.plan.shards_parameters)
         self._is_compiled = True
 
     @property
@@ -348,6 +352,8 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
             parts.coordinator.finish_pending()
             parts.reducer.detach()
             parts.hooks.remove()
+            if parts.optimizer is not None:
+                parts.optimizer.close()
         topology = self.__dict__.get("topology")
         if topology is not None:
             groups.forget_topology(topology)
@@ -388,9 +394,11 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         self.basic_optimizer = choose_optimizer(optimizer, model_parameters, model, config, self.plan)
         self.module = model
         self._parts = build_parts(self.plan, self.topology, model, self.basic_optimizer,
-                                  is_boundary=self._reduces_at_boundary, micro_factor=lambda: 1.0 / self._gas)
+                                  device=self.device, is_boundary=self._reduces_at_boundary,
+                                  micro_factor=lambda: 1.0 / self._gas)
         self._parts.hooks.find_destroy = weakref.WeakMethod(self.destroy)
-        broadcast_unmanaged(model, self._parts.buckets, self.topology)
+        broadcast_unmanaged(model, self._parts.buckets, self.topology,
+                            device=None if dont_change_device else self.device)
         self._reducer, self.loss_scaler = self._parts.reducer, self._parts.scaler
         self.optimizer = self._parts.optimizer
         if self.optimizer is None and self.plan.shards_parameters:

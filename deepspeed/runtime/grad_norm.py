@@ -8,9 +8,8 @@ import torch
 from deepspeed import comm
 from deepspeed.comm.consistency import RankConsistency
 from deepspeed.comm.topology import Group
+from deepspeed.runtime.grad_squares import square_sum
 from deepspeed.runtime.zero.bucket import ParamBucket
-
-NORM_RUN_NUMEL = 2 ** 14
 
 
 def global_grad_norm(buckets: Sequence[ParamBucket], consistency: RankConsistency, model_parallel: Group,
@@ -34,25 +33,14 @@ def global_grad_norm(buckets: Sequence[ParamBucket], consistency: RankConsistenc
 def _square_sum(bucket: ParamBucket, counts_replicas: bool) -> torch.Tensor:
     """Sum of squares of this rank's chunk, in double so that the order of buckets does not show."""
     if counts_replicas:
-        return square_sum(bucket.grad_shard)
+        return bucket.grad_square()
     total = torch.zeros((), dtype=torch.float64, device=bucket.device)
     for index, parameter in enumerate(bucket.params):
         piece = bucket.slice_on_rank(index)
         if piece is not None and is_model_parallel(parameter):
             grad = bucket.grad_shard[piece.shard_start:piece.shard_start + piece.numel]
-            total += square_sum(grad)
+            total += square_sum(grad).to(total.device)
     return total
-
-
-def square_sum(flat: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of a 1-D tensor as a 0-d double, right to about 1e-6 of it.
-
-    Torch's CPU norm adds in one running fp32 sum, which is off by 7e-4 over 17 million elements: it gets short runs there.
-    """
-    if flat.device.type != "cpu":
-        return torch.linalg.vector_norm(flat, dtype=torch.float32).double().square()
-    norms = [torch.linalg.vector_norm(run, dtype=torch.float32) for run in flat.split(NORM_RUN_NUMEL)]
-    return torch.stack(norms).double().square().sum()
 
 
 def is_model_parallel(parameter: torch.Tensor) -> bool:

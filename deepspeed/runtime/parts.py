@@ -4,6 +4,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -12,24 +13,30 @@ from deepspeed import comm
 from deepspeed.comm.consistency import RankConsistency
 from deepspeed.comm.topology import GroupPair, Topology
 from deepspeed.comm.wire import HostWire, ReduceScale, StreamWire, Wire, WireStreams, make_reduce_scale
-from deepspeed.errors import PlanError
+from deepspeed.errors import OffloadError, PlanError
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.optimizers import is_elementwise
 from deepspeed.runtime.plan import Plan
+from deepspeed.runtime.policies import DiskPlan, Medium, OffloadPlan
 from deepspeed.runtime.zero.bucket import NodeShard, ParamBucket
 from deepspeed.runtime.zero.coordinator import ParamCoordinator
+from deepspeed.runtime.zero.disk_store import DiskStore, ShardStore
 from deepspeed.runtime.zero.grouping import BucketSpec, plan_buckets
 from deepspeed.runtime.zero.hooks import ZeroHooks
+from deepspeed.runtime.zero.host_memory import HostMemory
 from deepspeed.runtime.zero.optimizer import ShardedOptimizer
 from deepspeed.runtime.zero.param_home import homes_of, is_left_sharded
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import gather_for_adoption, install_views
 from deepspeed.runtime.zero.reducer import GradientReducer
 from deepspeed.runtime.zero.stage_optimizers import DeepSpeedZeroOptimizer_Stage3, optimizer_class
+from deepspeed.runtime.zero.state_store import DiskStates, StateStore
 from deepspeed.runtime.zero.storage import StagingPool
+from deepspeed.runtime.zero.swap_file import SwapFile, raise_together
 from deepspeed.runtime.zero.views import dissolve
 
 WireFactory = Callable[[GroupPair, ReduceScale], Wire]
+Made = TypeVar("Made")
 
 
 @dataclass
@@ -46,20 +53,16 @@ class Parts:
 
 
 def build_parts(plan: Plan, topology: Topology, model: nn.Module, inner: torch.optim.Optimizer | None, *,
-                is_boundary: Callable[[], bool], micro_factor: Callable[[], float]) -> Parts:
+                device: torch.device, is_boundary: Callable[[], bool], micro_factor: Callable[[], float]) -> Parts:
     """Build the parts for `model` and the inner optimizer (None: evaluation only). Collective.
 
-    Afterwards the parameters live in buckets; at stage 3 they are released.
+    device: where parameters that rest elsewhere compute; all others compute where they are. Afterwards the parameters live
+    in buckets; at stage 3 they are released.
     """
-    group_of = _group_of(model, inner)
     consistency = RankConsistency(topology.sequence_data_parallel)
-    specs = plan_buckets(
-        model, group_of, is_sharded=plan.shards_parameters, persistence_threshold=plan.persistence_threshold,
-        model_persistence_numel=plan.model_persistence_numel, min_bucket_numel=plan.min_bucket_numel,
-        max_bucket_numel=plan.max_bucket_numel, granularity_threshold=plan.granularity_threshold,
-        family_labels=plan.family_labels(model))
+    specs = plan_specs(plan, model, inner)
     consistency.agree(_summary(plan, specs))
-    buckets = _build_buckets(plan, topology, model, specs, consistency)
+    buckets = _build_buckets(plan, topology, model, specs, device, consistency)
     scaler = plan.make_scaler()
     trainable = [bucket for bucket in buckets if bucket.spec.is_trainable]
     reducer = GradientReducer(
@@ -76,12 +79,58 @@ def build_parts(plan: Plan, topology: Topology, model: nn.Module, inner: torch.o
             is_elementwise=is_elementwise(inner))
         optimizer = make(
             inner, trainable, reducer, scaler, consistency, topology.model_parallel, clip=plan.clip,
-            needs_norm=plan.needs_norm, is_elementwise=is_elementwise(inner), update_numel=plan.update_numel)
+            needs_norm=plan.needs_norm, is_elementwise=is_elementwise(inner), update_numel=plan.update_numel,
+            host_threads=plan.offload.threads, states=_state_factory(plan, topology, trainable, device))
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         optimizer.parameter_offload = DeepSpeedZeRoOffload(model, hooks, coordinator)
     install_views(model, buckets, optimizer, coordinator, hooks, is_partitioned=plan.shards_parameters,
                   checks_reads=plan.checks_reads)
     return Parts(buckets, reducer, coordinator, hooks, scaler, optimizer, consistency)
+
+
+def _state_factory(plan: Plan, topology: Topology, buckets: Sequence[ParamBucket], device: torch.device
+                   ) -> Callable[[torch.optim.Optimizer], StateStore]:
+    """Return what makes the place where an optimizer's state rests. Collective."""
+    offload = plan.offload
+    if offload.state is not Medium.DISK:
+        return lambda _: StateStore()
+
+    def open_store() -> DiskStore:
+        disk = offload.state_disk
+        store = DiskStore(SwapFile(disk.folder, disk.aio), HostMemory(device, offload.pins_state), capacity_bytes=0)
+        store.reserve((bucket.shard_numel, bucket.dtypes.master) for bucket in buckets
+                      if bucket.placement.state is Medium.DISK)
+        return store
+
+    store = _on_all_ranks(topology, open_store)
+    return lambda inner: DiskStates(store, inner, offload.state_disk.depth, offload.state_disk.buffer_count)
+
+
+def _open_shard_store(plan: Plan, specs: Sequence[BucketSpec], memory: HostMemory) -> ShardStore:
+    store = ShardStore(plan.offload.shard_disk, memory)
+    store.reserve((-(-sum(p.numel() for p in spec.params) // plan.shard_size), spec.params[0].dtype)
+                  for spec in specs if spec.is_sharded)
+    return store
+
+
+def _on_all_ranks(topology: Topology, make: Callable[[], Made]) -> Made:
+    """Return what `make` returns on this rank. Raises: OffloadError on every rank when it fails on one. Collective."""
+    made, failure = None, None
+    try:
+        made = make()
+    except OffloadError as error:
+        failure = error
+    raise_together(failure, topology.sequence_data_parallel)
+    return made
+
+
+def plan_specs(plan: Plan, model: nn.Module, inner: torch.optim.Optimizer | None) -> list[BucketSpec]:
+    """Return which parameters share a bucket under this plan; meta tensors will do. Raises: see `plan_buckets`."""
+    return plan_buckets(
+        model, _group_of(model, inner), is_sharded=plan.shards_parameters, persistence_threshold=plan.persistence_threshold,
+        model_persistence_numel=plan.model_persistence_numel, min_bucket_numel=plan.min_bucket_numel,
+        max_bucket_numel=plan.max_bucket_numel, granularity_threshold=plan.granularity_threshold,
+        family_labels=plan.family_labels(model))
 
 
 def end_earlier_engines(model: nn.Module) -> None:
@@ -125,12 +174,14 @@ def _group_of(model: nn.Module, inner: torch.optim.Optimizer | None) -> dict[nn.
     return result
 
 
-def _build_buckets(plan: Plan, topology: Topology, model: nn.Module, specs: Sequence[BucketSpec],
+def _build_buckets(plan: Plan, topology: Topology, model: nn.Module, specs: Sequence[BucketSpec], device: torch.device,
                    consistency: RankConsistency) -> list[ParamBucket]:
+    computes_elsewhere = plan.offload.shard is not Medium.DEVICE
+    device_of = {spec: device if computes_elsewhere else spec.params[0].device for spec in specs}
     pair = topology.group_pair(plan.shard_size)
     scale = make_reduce_scale(pair.world_size, op=plan.reduce_op, prescale=plan.prescale,
                               predivide_factor=plan.predivide_factor)
-    make_wire = _wire_factory(plan, model, consistency)
+    make_wire = _wire_factory(plan, any(place.type == "cuda" for place in device_of.values()), consistency)
     wire = make_wire(pair, scale)
     node_wire = None
     if plan.node_shard_size > 1:
@@ -138,18 +189,35 @@ def _build_buckets(plan: Plan, topology: Topology, model: nn.Module, specs: Sequ
         node_wire = make_wire(node_pair, scale)
     names = {parameter: name for name, parameter in model.named_parameters()}
     staging = StagingPool()
+    pins = plan.offload.pins_state or plan.offload.pins_shard
+    memories = {place: HostMemory(place, pins) for place in dict.fromkeys(device_of.values())}
+    disk = None
+    if plan.offload.shard is Medium.DISK:
+        _check_buffer(plan.offload.shard_disk, specs, names)
+        disk = _on_all_ranks(topology, lambda: _open_shard_store(plan, specs, memories[device]))
+    placements = plan.offload.placements(
+        [(sum(p.numel() for p in spec.params), spec.is_trainable, spec.is_sharded) for spec in specs])
     buckets = []
-    for spec in specs:
+    for spec, placement in zip(specs, placements):
         _end_sharding(spec.params, topology, make_wire)
         with gather_for_adoption(spec.params):
             bucket = ParamBucket(spec, tuple(names[p] for p in spec.params), pair, wire,
-                                 plan.bucket_dtypes(spec.params[0].dtype, spec.label), plan.residency(spec.is_sharded), staging)
+                                 plan.bucket_dtypes(spec.params[0].dtype, spec.label), plan.residency(spec.is_sharded), staging,
+                                 memories[device_of[spec]], placement, disk)
             if node_wire is not None and bucket.is_sharded:
                 bucket.node_shard = NodeShard(node_wire, bucket.full_numel, bucket.dtypes.param, bucket.device)
             bucket.adopt(lambda full: _broadcast(full, topology))
         buckets.append(bucket)
     _end_sharding(model.parameters(), topology, make_wire)  # what no bucket took
     return buckets
+
+
+def _check_buffer(disk: DiskPlan, specs: Sequence[BucketSpec], names: dict[nn.Parameter, str]) -> None:
+    """Raise PlanError for a parameter that does not fit into a buffer of the size that was asked for."""
+    for parameter in (parameter for spec in specs if spec.is_sharded for parameter in spec.params):
+        if disk.buffer_numel is not None and parameter.numel() > disk.buffer_numel:
+            raise PlanError(f"parameter {names[parameter]} has {parameter.numel():,} elements, but "
+                            f"zero_optimization.offload_param.buffer_size is {disk.buffer_numel:,}. Raise it, or leave it out.")
 
 
 def _end_sharding(params: Iterable[nn.Parameter], topology: Topology, make_wire: WireFactory) -> None:
@@ -170,9 +238,9 @@ def _end_sharding(params: Iterable[nn.Parameter], topology: Topology, make_wire:
         dissolve(home)
 
 
-def _wire_factory(plan: Plan, model: nn.Module, consistency: RankConsistency) -> WireFactory:
-    """Return what builds a wire: over streams when the parameters are on a GPU, over the host otherwise."""
-    if not any(parameter.is_cuda for parameter in model.parameters()):
+def _wire_factory(plan: Plan, is_on_gpu: bool, consistency: RankConsistency) -> WireFactory:
+    """Return what builds a wire: over streams when the parameters compute on a GPU, over the host otherwise."""
+    if not is_on_gpu:
         return lambda pair, scale: HostWire(pair, scale, consistency, plan.gather_method)
     streams = WireStreams(torch.cuda.Stream(priority=-1), torch.cuda.Stream())
 
@@ -190,8 +258,12 @@ def _broadcast(tensor: torch.Tensor, topology: Topology) -> None:
         comm.broadcast(tensor, src=group.ranks[0], group=group.process_group)
 
 
-def broadcast_unmanaged(model: nn.Module, buckets: Sequence[ParamBucket], topology: Topology) -> None:
-    """Broadcast what no bucket holds: frozen parameters kept whole, and buffers."""
+def broadcast_unmanaged(model: nn.Module, buckets: Sequence[ParamBucket], topology: Topology, device: torch.device | None
+                        ) -> None:
+    """Broadcast what no bucket holds: frozen parameters kept whole, and buffers. device: bring those parameters there."""
     managed = {parameter for bucket in buckets for parameter in bucket.params}
+    for parameter in model.parameters():
+        if parameter not in managed and device is not None:
+            parameter.data = parameter.data.to(device)
     for tensor in [p.data for p in model.parameters() if p not in managed] + list(model.buffers()):
         _broadcast(tensor, topology)

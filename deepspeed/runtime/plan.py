@@ -4,8 +4,10 @@
 """
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -14,14 +16,16 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.topology import Topology
 from deepspeed.comm.wire import GatherMethod
 from deepspeed.errors import PlanError
+from deepspeed.ops.aio.engine import Settings
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase, create_loss_scaler
-from deepspeed.runtime.policies import BucketDtypes, FetchLimits, Residency
+from deepspeed.runtime.policies import BucketDtypes, DiskPlan, FetchLimits, Medium, OffloadPlan, Residency
 from deepspeed.utils.z3_leaf_module import is_instance_of
 
 # Buckets smaller than this are merged: below a few megabytes a collective costs its latency, not its bytes.
 MIN_BUCKET_NUMEL = 2 ** 22
 PREFETCH_DEPTH = 1
+READ_DEPTH = 2  # buckets being read from a disk while others are gathered: one for the bus, one for the disk
 # Elements updated at a time: their gradients' fp32 copies are 1 GiB, and a turn costs the host about a tenth of a millisecond.
 UPDATE_NUMEL = 2 ** 28
 
@@ -32,6 +36,7 @@ AUTOCAST_LABEL = "autocast"
 
 # Keys that are accepted and change nothing here, with the reason; `ds_config show` prints it.
 KEYS_WITHOUT_EFFECT = {
+    "zero_optimization.offload_optimizer.fast_init": "the first state is always written a bucket at a time",
     "zero_optimization.contiguous_gradients": "gradients of a bucket are always contiguous",
     "zero_optimization.allgather_bucket_size": "a gather is one bucket: a transformer block, or what stands around the blocks",
     "zero_optimization.round_robin_gradients": "every rank owns an equal chunk of every bucket, so all ranks copy in parallel",
@@ -44,7 +49,6 @@ KEYS_WITHOUT_EFFECT = {
     "bf16.immediate_grad_update": "gradients enter the accumulator as soon as they are produced",
     "optimizer.legacy_fusion": "there is one stepping path",
     "disable_allgather": "upstream does not act on it either",
-    "zero_force_ds_cpu_optimizer": "belongs to optimizer offload",
     "tensor_parallel.dtype": "split weights have the dtype of all others",
     "tensor_parallel.tp_overlap_comm": "the sum over the ranks is waited for where it is needed",
     "tensor_parallel.keep_module_on_host": "weights are split where they are, before anything is moved to the device",
@@ -90,6 +94,7 @@ class Plan:
     model_persistence_numel: int
     granularity_threshold: int
     fetch_limits: FetchLimits
+    offload: OffloadPlan
     make_scaler: Callable[[], LossScalerBase]
 
     @property
@@ -130,12 +135,23 @@ class Plan:
             ("parameters", "as the model has them" if self.model_dtype is None else _name(self.model_dtype)),
             ("gradients", f"accumulated in {_name(params.accumulate)}, reduced in {_name(params.reduce)}"),
             ("master weights", _name(params.master)),
+            *_offload_rows(self.offload),
             ("autocast", _name(self.autocast_dtype) if self.autocast_enabled and self.autocast_dtype else
              ("torch's choice" if self.autocast_enabled else "off")),
             ("loss scale", "1" if scaler.is_identity else f"{scaler.value:g}{' (dynamic)' if scaler.dynamic else ''}"),
             ("accumulation", f"{self.gradient_accumulation_steps} micro-batch(es) per update"),
             ("clipping", norm),
         ]
+
+
+def _offload_rows(offload: OffloadPlan) -> list[tuple[str, str]]:
+    rows = []
+    if offload.state is not Medium.DEVICE:
+        part = "" if offload.ratio == 1.0 else f", {offload.ratio:.0%} of the elements"
+        rows.append(("optimizer state", f"in {offload.state.value}{part}"))
+    if offload.shard is not Medium.DEVICE:
+        rows.append(("sharded parameters", f"in {offload.shard.value} between uses"))
+    return rows
 
 
 def make_plan(config: DeepSpeedConfig, topology: Topology) -> Plan:
@@ -178,6 +194,7 @@ def make_plan(config: DeepSpeedConfig, topology: Topology) -> Plan:
         model_persistence_numel=zero.stage3_model_persistence_threshold // world,
         granularity_threshold=zero.stage3_module_granularity_threshold,
         fetch_limits=_fetch_limits(config),
+        offload=offload_plan(config, stage),
         make_scaler=lambda: create_loss_scaler(
             enabled=fp16.enabled, check_overflow=check_overflow, static_scale=fp16.loss_scale,
             initial_scale_power=fp16.initial_scale_power, window=fp16.loss_scale_window, hysteresis=fp16.hysteresis,
@@ -218,7 +235,52 @@ def _fetch_limits(config: DeepSpeedConfig) -> FetchLimits:
     if zero.stage3_allgather_sequential or (config.is_set("zero_optimization.overlap_comm") and zero.overlap_comm is False):
         prefetch = 0
     return FetchLimits(PREFETCH_DEPTH, prefetch, given("stage3_max_live_parameters"),
-                       reuse_numel=given("stage3_max_reuse_distance"), logs_changes=zero.log_trace_cache_warnings)
+                       reuse_numel=given("stage3_max_reuse_distance"),
+                       read_depth=READ_DEPTH if zero.offload_param_device == "nvme" else 0,
+                       logs_changes=zero.log_trace_cache_warnings)
+
+
+_MEDIA = {"none": Medium.DEVICE, "cpu": Medium.HOST, "nvme": Medium.DISK}
+
+
+def offload_plan(config: DeepSpeedConfig, stage: int) -> OffloadPlan:
+    """Return what leaves the device. Raises: PlanError for stage 0.
+
+    Below stage 3 parameters stay on the device, and state that was to go to a disk stays in host memory (as the warnings of
+    the configuration say)."""
+    zero = config.zero_optimization
+    state, shard = _MEDIA[zero.offload_optimizer_device.value], _MEDIA[zero.offload_param_device.value]
+    if stage == 0 and state is not Medium.DEVICE:
+        raise PlanError(f'zero_optimization.offload_optimizer.device is "{zero.offload_optimizer_device.value}", which needs '
+                        "zero_optimization.stage 1, 2 or 3 (it is 0).")
+    if stage < 3:
+        shard = Medium.DEVICE
+        state = Medium.HOST if state is Medium.DISK else state
+    def given(block: str, key: str) -> int | None:
+        return getattr(getattr(zero, block), key) if config.is_set(f"zero_optimization.{block}.{key}") else None
+
+    aio = Settings(config.aio.block_size, config.aio.queue_depth, config.aio.single_submit, config.aio.overlap_events,
+                   config.aio.intra_op_parallelism)
+    state_disk = shard_disk = None
+    if state is Medium.DISK:
+        block = zero.offload_optimizer
+        reads, writes = (given("offload_optimizer", key) is not False for key in ("pipeline_read", "pipeline_write"))
+        state_disk = DiskPlan(Path(block.nvme_path) / "zero_optimizer", aio, depth=1 + reads + writes,
+                              buffer_count=given("offload_optimizer", "buffer_count"))
+    if shard is Medium.DISK:
+        block = zero.offload_param
+        shard_disk = DiskPlan(Path(block.nvme_path) / "zero_params", aio, buffer_count=given("offload_param", "buffer_count"),
+                              buffer_numel=given("offload_param", "buffer_size"), memory_numel=block.max_in_cpu)
+    return OffloadPlan(
+        state, shard, state_disk=state_disk, shard_disk=shard_disk, threads=_host_threads(),
+        ratio=zero.offload_optimizer.ratio if zero.offload_optimizer else 1.0,
+        pins_state=bool(zero.offload_optimizer and zero.offload_optimizer.pin_memory),
+        pins_shard=bool(zero.offload_param and zero.offload_param.pin_memory))
+
+
+def _host_threads() -> int:
+    """Return this rank's part of the cores that its process may use. Launchers set OMP_NUM_THREADS to 1, for other reasons."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def _gather_method(config: DeepSpeedConfig, stage: int) -> GatherMethod:

@@ -5,6 +5,8 @@ import logging
 from typing import TYPE_CHECKING
 
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.memory_page import gib
+from deepspeed.runtime.memory_plan import plan_memory
 from deepspeed.utils.logging import set_log_level_from_string, write_report
 
 if TYPE_CHECKING:
@@ -28,12 +30,25 @@ def announce_plan(engine: DeepSpeedEngine) -> None:
     """Log the precision policy and the sharding once, as a table on rank 0, and every attribute with `dump_state`."""
     if engine.global_rank != 0:
         return
-    rows = engine.plan.describe()
+    rows = [*engine.plan.describe(), *_memory_rows(engine)]
     width = max(len(name) for name, _ in rows)
     write_report("training plan\n" + "\n".join(f"  {name.ljust(width)}  {value}" for name, value in rows))
     if engine._config.dump_state:
         for name, value in sorted(vars(engine).items()):
             write_report(f"  {name} = {value!r:.200}")
+
+
+def _memory_rows(engine: DeepSpeedEngine) -> list[tuple[str, str]]:
+    buckets = engine._parts.buckets
+    if not buckets:
+        return []
+    memory = plan_memory(engine.plan, [bucket.spec for bucket in buckets], engine.basic_optimizer, engine.module,
+                         rank=buckets[0].pair.shard.rank, is_gpu=engine.device.type == "cuda")
+    rows = [("memory per rank", f"{gib(memory.kept.total())} between steps; at most {gib(memory.peak.total)} and the "
+                                f"activations, in the {memory.peak.name}")]
+    if memory.host.total():
+        rows.append(("host memory per rank", gib(memory.host.total())))
+    return rows
 
 
 def print_step(engine: DeepSpeedEngine) -> None:

@@ -11,11 +11,13 @@ from torch import nn
 from deepspeed.errors import PlanError
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.lr_schedules import build_lr_scheduler
-from deepspeed.runtime.optimizers import build_optimizer, is_zero_supported
+from deepspeed.runtime.optimizers import build_optimizer, is_host_optimizer, is_zero_supported
 from deepspeed.runtime.plan import Plan
+from deepspeed.runtime.policies import Medium
 from deepspeed.runtime.zero.config import DEFAULT_LEAF_CLASSES, LeafModuleConfig
 from deepspeed.runtime.zero.init import is_sharded_by_init
 from deepspeed.runtime.zero.param_home import is_left_sharded
+from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from deepspeed.utils.z3_leaf_module import (
     set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix,
 )
@@ -30,8 +32,9 @@ def place_model(model: nn.Module, plan: Plan, device: torch.device, changes_devi
                 keep_in_fp32: tuple[str, ...]) -> None:
     """Move parameters and buffers to `device` and cast floating parameters to the plan's dtype, one at a time.
 
-    Parameters that `zero.Init` sharded are there already. Buffers keep their dtype unless the plan names one; those whose
-    name contains one of `keep_in_fp32` stay as they are even then. Raises PlanError for a parameter without storage.
+    Parameters that `zero.Init` sharded are there already, and those that rest in host memory stay there. Buffers keep their
+    dtype unless the plan names one; those whose name contains one of `keep_in_fp32` stay as they are even then. Raises
+    PlanError for a parameter without storage.
     """
     for name, parameter in model.named_parameters():
         if is_sharded_by_init(parameter):
@@ -40,7 +43,8 @@ def place_model(model: nn.Module, plan: Plan, device: torch.device, changes_devi
             raise PlanError(f"parameter {name} is on the meta device and has no values. Materialise it (model.to_empty and an "
                             "initialiser), or construct the model under deepspeed.zero.Init().")
         dtype = plan.model_dtype if plan.model_dtype is not None and parameter.is_floating_point() else parameter.dtype
-        target = device if changes_device else parameter.device
+        rests_on_host = plan.offload.shard is not Medium.DEVICE
+        target = device if changes_device and not rests_on_host else parameter.device
         if is_left_sharded(parameter):  # the values follow, in what is shown here, when a bucket adopts it
             nothing = float("nan") if dtype.is_floating_point else 0
             parameter.data = torch.full((), nothing, dtype=dtype, device=target).expand(parameter.shape)
@@ -77,12 +81,18 @@ def choose_optimizer(client: OptimizerOrCallable | None, parameters: ModelParame
     elif callable(client):
         optimizer = client(groups)
     elif config.optimizer is not None and config.optimizer_name is not None:
-        optimizer = build_optimizer(config.optimizer.type, config.optimizer_params, groups)
+        optimizer = build_optimizer(config.optimizer.type, config.optimizer_params, groups,
+                                    on_host=plan.offload.state is not Medium.DEVICE)
     else:
         if plan.stage in (1, 2):
             raise PlanError(f"zero_optimization.stage is {plan.stage}, which requires an optimizer. Pass one to initialize() "
                             "or add an optimizer block to the configuration.")
         return None
+    if plan.offload.state is not Medium.DEVICE and config.zero_force_ds_cpu_optimizer and not is_host_optimizer(optimizer):
+        raise ZeRORuntimeException(
+            f"zero_optimization.offload_optimizer keeps the state of {type(optimizer).__name__} in host memory. Use "
+            "DeepSpeedCPUAdam, DeepSpeedCPUAdagrad or DeepSpeedCPULion, name the optimizer in the configuration, or set "
+            "zero_force_ds_cpu_optimizer to false to update with this one on the CPU.")
     if plan.stage > 0 and not is_zero_supported(optimizer):
         name = type(optimizer).__name__
         if not config.zero_allow_untested_optimizer:

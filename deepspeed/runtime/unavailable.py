@@ -10,7 +10,7 @@ from deepspeed.runtime.config_schema import TrainingConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from deepspeed.runtime.optimizer_config import built_in_optimizer
 
-AVAILABLE_BUILT_IN_OPTIMIZERS = ("Adam", "AdamW", "Adagrad")
+AVAILABLE_BUILT_IN_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion")
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,6 @@ def _is_missing_optimizer(value: object) -> bool:
     return built_in is not None and built_in not in AVAILABLE_BUILT_IN_OPTIMIZERS
 
 
-def _moves(value: object) -> bool:
-    return value is not None and value != "none"
-
-
 def _rows(feature: str, is_on: Callable[[object], bool], *paths: str) -> tuple[Unavailable, ...]:
     return tuple(Unavailable(path, feature, is_on) for path in paths)
 
@@ -59,8 +55,6 @@ UNAVAILABLE = (
     *_rows("apex mixed precision", _is_true, "amp.enabled"),
     *_rows("training without fp32 master weights", _is_true, "fp16.fp16_master_weights_and_grads",
            "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
-    *_rows("offloading", _moves, "zero_optimization.offload_param.device",
-           "zero_optimization.offload_optimizer.device"),
     *_rows("quantized communication", _is_true, "zero_optimization.zero_quantized_weights",
            "zero_optimization.zero_quantized_gradients", "zero_optimization.zero_quantized_nontrainable_weights"),
     *_rows("error feedback of quantized gradients", _is_given, "zero_optimization.zeropp_loco_param"),

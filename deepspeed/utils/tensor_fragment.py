@@ -89,7 +89,8 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     if place is None:
         return None
     optimizer, fragment = place
-    return optimizer.gather_full(fragment, optimizer.local_master(fragment).float())
+    with optimizer.opened(fragment):
+        return optimizer.gather_full(fragment, optimizer.local_master(fragment).float())
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
@@ -122,13 +123,16 @@ def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> 
         return None
     optimizer, fragment = place
     _check_state(optimizer, fragment, optim_state_key, is_collective=True)
-    return optimizer.gather_full(fragment, _local_state(optimizer, fragment, optim_state_key).float())
+    with optimizer.opened(fragment):
+        return optimizer.gather_full(fragment, _local_state(optimizer, fragment, optim_state_key).float())
 
 
 def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Write this rank's elements of `value`, of the parameter's shape, into its part of the master. Collective."""
     optimizer, fragment = _require(param)
-    _write(optimizer.local_master(fragment), optimizer.cut_local(fragment, _checked(fragment, value)))
+    local = optimizer.cut_local(fragment, _checked(fragment, value))
+    with optimizer.opened(fragment, is_changed=True):
+        _write(optimizer.local_master(fragment), local)
     _show_master(optimizer, fragment)
 
 
@@ -146,7 +150,9 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, opti
     Collective."""
     optimizer, fragment = _require(param)
     _check_state(optimizer, fragment, optim_state_key, is_collective=True)
-    _write(_local_state(optimizer, fragment, optim_state_key), optimizer.cut_local(fragment, _checked(fragment, value)))
+    local = optimizer.cut_local(fragment, _checked(fragment, value))
+    with optimizer.opened(fragment, is_changed=True):
+        _write(_local_state(optimizer, fragment, optim_state_key), local)
 
 
 def safe_update_full_grad_vectorized(param_list: Sequence[torch.Tensor],
@@ -166,7 +172,11 @@ def safe_update_full_grad_vectorized(param_list: Sequence[torch.Tensor],
 def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """Return a copy of this rank's piece of the fp32 master, 1-D and possibly empty; None for one no engine updates."""
     place = _local_place_of(param)
-    return None if place is None else place[0].local_master(place[1]).detach().to(torch.float32, copy=True)
+    if place is None:
+        return None
+    optimizer, fragment = place
+    with optimizer.opened(fragment):
+        return optimizer.local_master(fragment).detach().to(torch.float32, copy=True)
 
 
 def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
@@ -183,13 +193,17 @@ def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) ->
     if place is None:
         return None
     _check_state(*place, optim_state_key, is_collective=False)
-    return _local_state(*place, optim_state_key).to(torch.float32, copy=True)
+    optimizer, fragment = place
+    with optimizer.opened(fragment):
+        return _local_state(optimizer, fragment, optim_state_key).to(torch.float32, copy=True)
 
 
 def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Write `value`, shaped as `safe_get_local_fp32_param` returns it, into the master. Every rank calls."""
     optimizer, fragment = _require_local(param)
-    _write(optimizer.local_master(fragment), _checked_local(fragment, value))
+    local = _checked_local(fragment, value)
+    with optimizer.opened(fragment, is_changed=True):
+        _write(optimizer.local_master(fragment), local)
     if fragment.bucket.is_sharded:
         _show_master(optimizer, fragment)
 
@@ -204,7 +218,9 @@ def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, opt
     """Write `value`, shaped as `safe_get_local_optimizer_state` returns it, into the state."""
     optimizer, fragment = _require_local(param)
     _check_state(optimizer, fragment, optim_state_key, is_collective=False)
-    _write(_local_state(optimizer, fragment, optim_state_key), _checked_local(fragment, value))
+    local = _checked_local(fragment, value)
+    with optimizer.opened(fragment, is_changed=True):
+        _write(_local_state(optimizer, fragment, optim_state_key), local)
 
 
 # What they share
@@ -277,9 +293,10 @@ def _set_grad(optimizer: ShardedOptimizer, fragment: Fragment, value: torch.Tens
 
 
 def _show_master(optimizer: ShardedOptimizer, fragment: Fragment) -> None:
-    """Let every rank see a master that is the parameter's own memory; gathered copies elsewhere are old now."""
+    """Let every rank see a master that the next gather shows, or that needs no rounding; gathered copies are old now."""
     bucket = fragment.bucket
-    if bucket.shard_is_master:
+    if bucket.is_sharded or bucket.dtypes.master == bucket.dtypes.param:
+        optimizer.receive_master(bucket)
         bucket.shard_changed()
         if not bucket.is_sharded:
             bucket.start_gather("a new master")

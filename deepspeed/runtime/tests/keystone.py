@@ -38,7 +38,8 @@ def full_masters(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor]:
     for name, parameter in engine.module.named_parameters():
         fragment = optimizer.fragment(parameter)
         if fragment is not None:
-            result[name] = optimizer.gather_full(fragment, optimizer.local_master(fragment).clone()).clone()
+            with optimizer.opened(fragment):
+                result[name] = optimizer.gather_full(fragment, optimizer.local_master(fragment).clone()).clone()
     return result
 
 

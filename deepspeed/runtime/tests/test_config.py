@@ -509,8 +509,6 @@ def test_available_configuration_passes() -> None:
 
 @pytest.mark.parametrize("keys, path", [
     ({"optimizer": {"type": "Lamb"}}, 'optimizer.type = "Lamb"'),
-    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
-     'zero_optimization.offload_param.device = "cpu"'),
     ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled = true"),
     ({"sparse_attention": {}}, "sparse_attention = {...}"),
     ({"data_efficiency": {"data_routing": {"random_ltd": {"enabled": True, **dict.fromkeys((

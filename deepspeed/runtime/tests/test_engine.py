@@ -665,6 +665,6 @@ def test_where_the_configuration_comes_from(tmp_path) -> None:
         deepspeed.initialize(args=args, model=One())
     with pytest.raises(DeepSpeedConfigError, match="train_batch_sise"):
         deepspeed.initialize(model=One(), config={"train_batch_sise": 2})
-    with pytest.raises(NotImplementedError, match="offload"):
+    with pytest.raises(NotImplementedError, match="quantized communication"):
         deepspeed.initialize(model=One(), config={"train_batch_size": 1, "zero_optimization": {
-            "stage": 2, "offload_optimizer": {"device": "cpu"}}})
+            "stage": 3, "zero_quantized_weights": True}})

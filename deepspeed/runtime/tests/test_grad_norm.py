@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from deepspeed.runtime.grad_norm import square_sum
+from deepspeed.runtime.grad_squares import square_sum
 
 
 @pytest.mark.parametrize("numel", [0, 1, 65536, 65537, 5_000_011])

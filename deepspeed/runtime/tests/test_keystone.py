@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,3 +98,49 @@ def test_division_of_gradients(stage: int, config: dict[str, object]) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_fp16_sums(stage: int, world_size: int) -> None:
     check("fp16-fp16", stage, 3, world_size, optimizer="sgd", loops=("engine", "plain"))
+
+
+STATE, SHARDS = {"offload_optimizer": {"device": "cpu"}}, {"offload_param": {"device": "cpu"}}
+OFFLOADS = {"state": STATE, "half": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "parameters": SHARDS,
+            "both": {**STATE, **SHARDS}}
+OFFLOAD_CASES = [(stage, offload) for stage in (1, 2, 3) for offload in OFFLOADS if stage == 3 or offload == "state"]
+
+
+@distributed([1, 2, 3])
+@pytest.mark.parametrize("gas", [1, 3])
+@pytest.mark.parametrize("precision", MATRIX)
+@pytest.mark.parametrize("stage, offload", OFFLOAD_CASES)
+def test_offload(stage: int, offload: str, precision: str, gas: int, world_size: int) -> None:
+    optimizer = "sgd" if (stage + (gas == 3) + world_size) % 2 else "adamw"
+    check(precision, stage, gas, world_size, optimizer=optimizer, loops=("engine", "plain"), zero=OFFLOADS[offload],
+          zero_force_ds_cpu_optimizer=False)
+
+
+@distributed(2)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("stage, offload", OFFLOAD_CASES)
+def test_offload_with_clipping(stage: int, offload: str, optimizer: str) -> None:
+    zero = OFFLOADS[offload]
+    check("fp32", stage, 2, 2, optimizer=optimizer, clip=0.05, zero=zero, zero_force_ds_cpu_optimizer=False)
+    check("bf16-fp32", stage, 1, 2, optimizer=optimizer, clip=0.05, zero=zero, zero_force_ds_cpu_optimizer=False)
+
+
+@distributed([1, 2])
+@pytest.mark.parametrize("gas", [1, 3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16-fp32", "fp16-fp32"])
+def test_state_on_a_disk(precision: str, optimizer: str, gas: int, world_size: int, tmp_path: Path) -> None:
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    check(precision, 3, gas, world_size, optimizer=optimizer, loops=("engine", "plain"), zero=zero,
+          zero_force_ds_cpu_optimizer=False)
+
+
+@distributed([1, 2])
+@pytest.mark.parametrize("gas", [1, 3])
+@pytest.mark.parametrize("state", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-fp32"])
+def test_parameters_on_a_disk(precision: str, state: str, gas: int, world_size: int, tmp_path: Path) -> None:
+    zero = {"offload_optimizer": {"device": state, "nvme_path": str(tmp_path)},
+            "offload_param": {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0}}
+    check(precision, 3, gas, world_size, optimizer="sgd" if gas == 1 else "adamw", loops=("engine", "plain"), zero=zero,
+          zero_force_ds_cpu_optimizer=False)

@@ -13,15 +13,19 @@ autograd accepts tensors it saved before a release and a second gather.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from deepspeed.comm.topology import GroupPair
 from deepspeed.comm.wire import Done, Pending, Wire
 from deepspeed.errors import UsageError
-from deepspeed.runtime.policies import BucketDtypes, Residency
+from deepspeed.runtime.grad_squares import square_sum
+from deepspeed.runtime.policies import BucketDtypes, Medium, Placement, Residency
+from deepspeed.runtime.zero.disk_store import DiskStore, Shown
 from deepspeed.runtime.zero.grouping import BucketSpec
+from deepspeed.runtime.zero.host_memory import HostGradient, HostMemory
 from deepspeed.runtime.zero.layout import ParamSlice, cut_by_bucket, gaps
 from deepspeed.runtime.zero.storage import FullStorage, StagingPool
 
@@ -36,16 +40,19 @@ class ParamBucket:
     """One communication unit. Knows how to gather, release and reduce; others know when.
 
     Created from parameters that hold their full values on every rank (`adopt`) or from shards (see partition_parameters).
+    memory: of the device that computes, and of the host beside it. disk: for a shard that rests there.
     """
 
     def __init__(self, spec: BucketSpec, names: tuple[str, ...], pair: GroupPair, wire: Wire, dtypes: BucketDtypes,
-                 residency: Residency, staging: StagingPool):
+                 residency: Residency, staging: StagingPool, memory: HostMemory, placement: Placement = Placement(),
+                 disk: DiskStore | None = None):
         self.spec, self.param_names, self.pair, self.wire, self.dtypes = spec, names, pair, wire, dtypes
         self.name, self.params = spec.name, spec.params
-        self.is_sharded = not residency.parameters and pair.shard.size > 1
-        self.reduces_each_micro_batch = not residency.gradients
+        self.memory, self.placement, self.device = memory, placement, memory.device
+        self.is_sharded = not residency.parameters and (pair.shard.size > 1 or placement.shard is not Medium.DEVICE)
+        # a gradient that goes to host memory goes in shards
+        self.reduces_each_micro_batch = not residency.gradients or placement.state is not Medium.DEVICE
         self.layout = cut_by_bucket([parameter.numel() for parameter in spec.params], pair.shard.size)
-        self.device = spec.params[0].device
         self.shapes = tuple(parameter.shape for parameter in spec.params)
         self.full_numel, self.shard_numel = self.layout.full_numel, self.layout.shard_numel
         self.state = BucketState.SHARDED
@@ -55,7 +62,9 @@ class ParamBucket:
         self._tripwire = _make_tripwire(len(self.params), dtypes.param, self.device)
         self._placeholders = [self._tripwire[i].expand(shape) for i, shape in enumerate(self.shapes)]
         self.storage = FullStorage(self.full_numel, dtypes.param, self.device)
-        self.shard: torch.Tensor | None = None
+        self.shard: torch.Tensor | None = None  # on a disk, readable while `shard_opened`
+        self._disk, self._shard_array = disk, None
+        self.shard_is_master = False  # parameters show the master itself at their next gather, without an update
         self.node_shard: NodeShard | None = None  # hpZ: a second shard over the ranks of a node
         self.holds = 0  # scopes that use it now (see ParamCoordinator)
         self.pins = 0  # GatheredParameters contexts around it
@@ -73,7 +82,8 @@ class ParamBucket:
         """
         self.storage.allocate(self)
         full = self.storage.tensor
-        full.zero_()
+        for start, stop in self._gaps:  # equal on all ranks, and nothing but zeros, like the gradients there
+            full[start:stop].zero_()
         for parameter, view in zip(self.params, self.full_views()):
             view.copy_(parameter.data)
         share(full)
@@ -81,24 +91,84 @@ class ParamBucket:
         self.state = BucketState.FULL
         self.storage.is_current = True
         chunk = self.own_chunk(full)
-        self.shard = chunk.clone() if self.is_sharded else chunk
+        self.shard = self._keep(chunk, self.placement.shard) if self.is_sharded else chunk
         if self.is_sharded:
+            self.keep_shard(self.shard)
             self.release()
 
-    def take_master(self) -> torch.Tensor:
-        """Return this rank's chunk in the master dtype, for an optimizer to update.
-
-        A sharded bucket keeps nothing else: its shard is the master from now on, and each gather rounds it.
-        """
-        master = self.shard.to(self.dtypes.master)
-        if self.is_sharded:
-            self.shard = master
-        return master
+    def keep_shard(self, shard: torch.Tensor) -> None:
+        """Let `shard`, in host memory where shards go to a disk, be this rank's chunk from now on."""
+        self.shard = shard
+        if self.placement.shard is Medium.DISK:
+            self._shard_array = self._disk.add(shard, [Shown(shard, 0, self.shard_numel)])
 
     @property
-    def shard_is_master(self) -> bool:
-        """Parameters show the master itself at their next gather, without an update."""
-        return self.shard.dtype == self.dtypes.master
+    def shard_is_on_disk(self) -> bool:
+        return self._shard_array is not None
+
+    @contextmanager
+    def shard_opened(self, is_changed: bool = False) -> Iterator[None]:
+        """Have the shard in memory, which it is anyway unless it rests on a disk. is_changed: the caller writes into it."""
+        if self._shard_array is None:
+            yield
+        else:
+            with self._disk.opened([self._shard_array], is_changed):
+                yield
+
+    def read_ahead(self) -> None:
+        """Begin to read a shard that rests on a disk and is to be gathered soon."""
+        if self._shard_array is not None and self.state is BucketState.SHARDED and not self.storage.is_current:
+            self._disk.read_ahead([self._shard_array])
+
+    def take_master(self) -> torch.Tensor:
+        """Return this rank's chunk in the master dtype where the optimizer's state rests, for an optimizer to update.
+
+        A sharded bucket whose shard rests there too keeps nothing else: its shard is the master from now on, and each gather
+        rounds it. In host memory that is so only without rounding, since a gather would move twice the bytes.
+        """
+        state, shard = self.placement.state, self.placement.shard
+        is_one = (state is shard is Medium.DEVICE and self.is_sharded
+                  or state is shard is Medium.HOST and self.dtypes.master == self.dtypes.param)
+        with self.shard_opened():
+            if is_one or state is shard is Medium.DEVICE:
+                master = self.shard.to(self.dtypes.master)
+            else:
+                master = self._keep(self.shard.to(self.dtypes.master), state)
+        if is_one:
+            self.shard = master
+        self.shard_is_master = master is self.shard
+        return master
+
+    def _keep(self, values: torch.Tensor, medium: Medium) -> torch.Tensor:
+        """Return a copy of `values` where `medium` says."""
+        if medium is Medium.DEVICE:
+            return values.to(self.device, copy=True)
+        return self.memory.empty(values.numel(), values.dtype).copy_(values)
+
+    def receive(self, master: torch.Tensor) -> None:
+        """Bring the shard up to its master, rounded, wherever the two rest."""
+        if self.shard_is_master:
+            return
+        if master.is_cuda or not self.shard.is_cuda:
+            with self.shard_opened(is_changed=True):
+                self.shard.copy_(master)
+            return
+        with self.inbound(master) as rounded:
+            rounded.copy_(master)
+
+    @contextmanager
+    def inbound(self, master: torch.Tensor) -> Iterator[torch.Tensor | None]:
+        """Give the place beside the master into which an update may write the rounded shard: the shard itself, or a buffer
+        that is sent to it afterwards. None where there is no such place, and `receive` must follow."""
+        if self.shard.device == master.device:
+            with self.shard_opened(is_changed=True):
+                yield self.shard
+        elif master.is_cuda:
+            yield None
+        else:
+            staging = self.memory.staging(self.shard_numel, self.shard.dtype)
+            yield staging.tensor
+            staging.arrival = self.memory.send(staging.tensor, self.shard)
 
     def own_chunk(self, full: torch.Tensor) -> torch.Tensor:
         """Return the view of `full` (any dtype, length full_numel) that this rank owns."""
@@ -129,9 +199,13 @@ class ParamBucket:
         full, node = self.storage.tensor, self.node_shard
         if node is not None and node.is_current:
             return node.gather(full, self.label("node gather", why))
-        if self.is_sharded:
-            self.own_chunk(full).copy_(self.shard)
-        return self.wire.gather(full, self.label("gather", why))
+        if not self.is_sharded:
+            return self.wire.gather(full, self.label("gather", why))
+        with self.shard_opened():
+            pending = self.wire.gather(full, self.label("gather", why), self.shard)
+        if self._shard_array is not None:
+            self._shard_array.still_read = pending.wait_for_chunk
+        return pending
 
     def finish_gather(self) -> None:
         """Wait for the gather and show the parameters their full values."""
@@ -169,7 +243,7 @@ class ParamBucket:
 
     def shard_changed(self) -> None:
         """Say that shards have new values: what is gathered anywhere is old, and the parameters show placeholders."""
-        if self.pair.shard.size == 1:
+        if self.pair.shard.size == 1 and not self.is_sharded:
             return
         self.hide()
         self.storage.is_current = False
@@ -243,13 +317,21 @@ class ParamBucket:
         self._wire_buffer: torch.Tensor | None = None
         self._reduce_out: torch.Tensor | None = None
         self._shard_grad: torch.Tensor | None = None
+        self._host_grad: HostGradient | None = None
+        if self.placement.state is not Medium.DEVICE:
+            self._host_grad = HostGradient(self.memory, self.shard_numel, self.dtypes.accumulate)
         self.has_grad = False  # grad_shard holds a reduced gradient of this window
         self.arrived = 0  # parameters whose gradient came in this backward
         self._gaps = gaps(self.layout.offsets, self.layout.numels, self.full_numel)
 
     @property
     def grad_shard(self) -> torch.Tensor:
-        """Return the reduced gradient of this rank's chunk, in the accumulation dtype; zeros before any reduction."""
+        """Return the reduced gradient of this rank's chunk, in the accumulation dtype; zeros before any reduction.
+
+        In host memory where the optimizer's state is there.
+        """
+        if self._host_grad is not None:
+            return self._host_grad.tensor if self.has_grad else self._host_grad.tensor.zero_()
         if self.reduces_each_micro_batch:
             if self._shard_grad is None:
                 self._shard_grad = self._new_grad_shard().zero_()
@@ -258,6 +340,12 @@ class ParamBucket:
             self._open_grad_buffer()
             self._grad_full.zero_()
         return self.own_chunk(self._grad_full)
+
+    def grad_square(self) -> torch.Tensor:
+        """Return the sum of squares of `grad_shard` as a 0-d double."""
+        if self._host_grad is not None and self.has_grad:
+            return self._host_grad.square()
+        return square_sum(self.grad_shard)
 
     def _new_grad_shard(self) -> torch.Tensor:
         return torch.empty(self.shard_numel, dtype=self.dtypes.accumulate, device=self.device)
@@ -292,7 +380,7 @@ class ParamBucket:
         full, wants_shard_buffer = self._grad_full, self.reduces_each_micro_batch
         if self.dtypes.reduce != self.dtypes.accumulate:
             self._wire_buffer = full = full.to(self.dtypes.reduce)
-        if wants_shard_buffer and not self.has_grad and self._wire_buffer is None:
+        if wants_shard_buffer and self._host_grad is None and not self.has_grad and self._wire_buffer is None:
             if self._shard_grad is None:
                 self._shard_grad = self._new_grad_shard()
             self._reduce_out = self._shard_grad  # first micro-batch: the wire writes the accumulator itself
@@ -311,6 +399,9 @@ class ParamBucket:
             own = self.own_chunk(self._grad_full)
             if out.data_ptr() != own.data_ptr():
                 own.copy_(out)
+        elif self._host_grad is not None:
+            self._host_grad.take(out, is_first=not self.has_grad)
+            self._close_grad_buffer()
         else:
             shard = self.grad_shard
             if out.data_ptr() != shard.data_ptr():

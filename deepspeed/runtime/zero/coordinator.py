@@ -285,6 +285,8 @@ class ParamCoordinator:
                                self._phase.value, bucket.name, scope.name)
             self._consistency.agree(f"{self._phase.value} {trace.position}: bucket {bucket.name} for module {scope.name}")
         bucket.start_gather(f"module {scope.name}")
+        for later in trace.ahead()[:self._limits.read_depth]:
+            later.read_ahead()
         self._prefetch(trace)
         bucket.finish_gather()
 

@@ -193,7 +193,7 @@ def _elements(container: nn.Module, name: str, is_unit: Callable[[nn.Module], bo
         if child is None or _numel(child) is None:
             continue
         child_name = _join(name, child_name)
-        if isinstance(child, _LISTS) and not _has_forward(child) and not is_unit(child):
+        if isinstance(child, _LISTS) and not has_forward(child) and not is_unit(child):
             yield from _elements(child, child_name, is_unit)
         else:
             yield child_name, child
@@ -205,7 +205,7 @@ def _has_repeated_class(modules: Iterable[nn.Module]) -> bool:
 
 def _is_fine_grained(module: nn.Module, threshold: int) -> bool:
     """Whether `module` has children, a forward, and fewer than `threshold` parameter elements per module in it."""
-    if threshold <= 0 or not _has_forward(module):
+    if threshold <= 0 or not has_forward(module):
         return False
     module_count = sum(1 for _ in module.modules())
     return module_count > 1 and (_numel(module) or 0) / module_count < threshold
@@ -217,7 +217,7 @@ def _numel(module: nn.Module) -> int | None:
     return sum(numels) if numels else None
 
 
-def _has_forward(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
     """Whether calling `module` can work, so that hooks on it can fire; lists of modules or parameters have none."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
@@ -261,7 +261,7 @@ def _scope(path: tuple[nn.Module, ...], unit_names: Mapping[nn.Module, str]) -> 
     else:
         readers = (module for module in path if isinstance(module, _READS_CHILDREN))
         candidates = (*readers, *reversed(path))
-    return next((module for module in candidates if _has_forward(module)), path[0])
+    return next((module for module in candidates if has_forward(module)), path[0])
 
 
 def _choose_persistent(places: list[_Place], threshold: int, total_numel: int) -> set[int]:

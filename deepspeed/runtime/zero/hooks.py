@@ -219,6 +219,12 @@ class ZeroHooks:
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
+    def _notice_compiled(self) -> None:
+        """Keep out of the compiled regions of modules that were compiled (`module.compile()`) since the hooks were put in."""
+        if not self._runs_compiled and any(module._compiled_call_impl is not None for module in self._scopes):
+            self.remove()
+            self.install()
+
     def _warn_of_additions(self) -> None:
         """Warn of parameters that joined the model after the engine took it. Counting is cheap enough for every forward."""
         count = sum(len(module._modules) + len(module._parameters) for module in self._known_modules)
@@ -260,6 +266,7 @@ class ZeroHooks:
             self._reducer.abort()  # the last backward was left by an exception
         if not in_backward and (scope.module is self._root or not self._running):
             self._forget_running()  # an exception may have left an earlier forward
+            self._notice_compiled()
             self._warn_of_additions()
             is_training = torch.is_grad_enabled() and self._root.training
             if is_training:

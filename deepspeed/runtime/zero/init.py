@@ -31,6 +31,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.topology import Group, GroupPair, Topology
 from deepspeed.errors import CommError, DeepSpeedConfigError, FeatureNotAvailableError, UsageError
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.plan import offload_plan
+from deepspeed.runtime.policies import Medium, OffloadPlan
 from deepspeed.runtime.zero.param_home import ParamHome, home_of, homes_of, pin, publish, unpin
 from deepspeed.runtime.zero.param_sharder import ParamSharder, single_rank_group
 from deepspeed.runtime.zero.tensor_constructors import TensorConstructors
@@ -59,16 +61,17 @@ class Init:
     size of the shard groups; `config` is its deprecated name. dtype: of floating parameters; by default the
     configuration's, or half. tensor_overrides: whether torch's constructors give that dtype and the accelerator's
     device. enabled: False makes the context do nothing.
-    Accepted without effect: `mem_efficient_linear` (a released parameter keeps no full weight in any module),
-    `pin_memory` (nothing rests on the host), `zero_param_parallel_group` (the second shard of hpZ is made by
-    `initialize`).
+    remote_device: "cpu" keeps the shards in host memory, page-locked if `pin_memory`; the configuration's `offload_param` goes
+    before it, and alone can name a disk. Accepted without effect: `mem_efficient_linear` (a released parameter keeps no full
+    weight in any module), `param_swapper` (upstream's own object), `zero_param_parallel_group` (the second shard of hpZ is made
+    by `initialize`).
 
     Inside, `module.apply(fn)` lets fn see and change parameters: those that the module holds itself and those of its
     direct children. Any other change to parameters of finished modules needs `GatheredParameters(params,
     modifier_rank=0)`.
 
-    Raises: FeatureNotAvailableError for parameters on the host or on disk, and for quantised weights; UsageError (a
-    RuntimeError) for two groups; CommError (a RuntimeError) when the job has more processes than the group.
+    Raises: FeatureNotAvailableError for quantised weights; UsageError (a RuntimeError) for two groups, and for
+    `remote_device="nvme"` without a folder; CommError (a RuntimeError) when the job has more processes than the group.
     """
 
     _outermost: ClassVar[Init | None] = None
@@ -97,7 +100,8 @@ class Init:
         parsed = None if config_dict_or_path is None else DeepSpeedConfig(config_dict_or_path, mpu)
         self._device = torch.device(get_accelerator().current_device_name())
         is_quantized = zero_quantized_weights or zero_quantized_nontrainable_weights
-        _check_available(self._device, remote_device, parsed, is_quantized, param_swapper)
+        _refuse_quantized(parsed, is_quantized)
+        self._offload = _offload_of(parsed, remote_device, pin_memory)
         self.dtype = dtype if dtype is not None else _dtype_of(parsed)
         self._overrides = set(tensor_overrides)
         group = data_parallel_group if sequence_data_parallel_group is None else sequence_data_parallel_group
@@ -148,7 +152,7 @@ class Init:
         new = [(name, parameter) for name, parameter in module.named_parameters(recurse=False) if _can_shard(parameter)]
         with self._own_constructors():
             if new and self._sharder is None:
-                self._sharder = ParamSharder(self._pair, self._device, self._checks_reads)
+                self._sharder = ParamSharder(self._pair, self._device, self._offload, self._checks_reads)
             for name, parameter in new:
                 changes_dtype = DeepSpeedTensorOverride.dtype in self._overrides and parameter.is_floating_point()
                 dtype = self.dtype if changes_dtype else parameter.dtype
@@ -314,16 +318,23 @@ def _with_own_constructor(root: type) -> Iterable[type]:
     return [cls for cls in found if inspect.isfunction(cls.__dict__.get("__init__"))]
 
 
-def _check_available(device: torch.device, remote_device: str | None, config: DeepSpeedConfig | None,
-                     is_quantized: bool, swapper: Any) -> None:
-    zero = None if config is None else config.zero_optimization
-    offload = "none" if zero is None or zero.offload_param is None else zero.offload_param.device.value
-    remote = remote_device if offload == "none" else offload
-    if swapper is not None or remote not in (None, "none", device.type):
-        raise FeatureNotAvailableError(f"zero.Init cannot keep parameters on {remote or 'a swapper'}: parameter "
-                                       "offload is not available in this release. Leave remote_device and "
-                                       "offload_param out.")
-    if is_quantized or (zero is not None and zero.zero_quantized_weights):
+def _offload_of(config: DeepSpeedConfig | None, remote_device: str | None, pins: bool) -> OffloadPlan:
+    """Return where shards rest: as the configuration's `offload_param` says if it has a device, else as `remote_device` does.
+
+    Raises: UsageError (an AssertionError) for a disk without a folder on it.
+    """
+    if config is not None and config.zero_optimization.offload_param_device.value != "none":
+        return offload_plan(config, 3)
+    if remote_device in (None, "none") or remote_device == get_accelerator().device_name():
+        return OffloadPlan()
+    if remote_device == "nvme":
+        raise UsageError('zero.Init(remote_device="nvme") needs a folder: give a configuration whose '
+                         "zero_optimization.offload_param has device \"nvme\" and nvme_path.")
+    return OffloadPlan(shard=Medium.HOST, pins_shard=pins)
+
+
+def _refuse_quantized(config: DeepSpeedConfig | None, is_quantized: bool) -> None:
+    if is_quantized or (config is not None and config.zero_optimization.zero_quantized_weights):
         raise FeatureNotAvailableError("zero.Init cannot quantise weights: zero_quantized_weights is not "
                                        "available in this release. Set it to false.")
 

@@ -8,6 +8,7 @@ per parameter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,18 +17,19 @@ import torch
 from deepspeed import comm
 from deepspeed.comm.consistency import RankConsistency
 from deepspeed.comm.topology import Group
-from deepspeed.errors import CheckpointError, UsageError
+from deepspeed.errors import CheckpointError, OffloadError, UsageError
 from deepspeed.runtime.base_optimizer import TorchOptimizerFacade, ZeROOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.grad_norm import global_grad_norm
+from deepspeed.runtime.policies import Medium
 from deepspeed.runtime.zero.bucket import ParamBucket
 from deepspeed.runtime.zero.layout import ParamSlice
-from deepspeed.runtime.zero.piece import Piece
+from deepspeed.runtime.zero.piece import Piece, is_per_element
 from deepspeed.runtime.zero.reducer import GradientReducer
-from deepspeed.runtime.zero.update import Factor, choose_update, round_master
+from deepspeed.runtime.zero.state_store import MASTER_KEY, StateStore, StoredState
+from deepspeed.runtime.zero.swap_file import raise_together
+from deepspeed.runtime.zero.update import Factor, choose_turns
 
-
-MASTER_KEY = "fp32"  # what element_states() calls the masters
 # Entries of a param group that say where and how the update runs, not what it computes: a checkpoint does not set them.
 _NOT_HYPERPARAMETERS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
@@ -47,29 +49,37 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
 
     buckets: the trainable ones. clip: largest global gradient norm, 0 for no clipping. needs_norm: false skips the norm; then
     neither clipping nor the loss scaler may need it. update_numel: shard elements that an elementwise optimizer updates at a
-    time.
+    time. host_threads: for updates of state in host memory. states: makes the place where state rests.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, buckets: Sequence[ParamBucket], reducer: GradientReducer,
                  scaler: LossScalerBase, consistency: RankConsistency, model_parallel: Group, *, clip: float,
-                 needs_norm: bool, is_elementwise: bool, update_numel: int):
+                 needs_norm: bool, is_elementwise: bool, update_numel: int,
+                 host_threads: int = 1, states: Callable[[torch.optim.Optimizer], StateStore] = lambda _: StateStore()):
         super().__init__(inner)
         self.buckets = list(buckets)
         self.loss_scaler, self.clip_grad = scaler, clip
         self.overflow = False
         self._reducer, self._consistency, self._model_parallel = reducer, consistency, model_parallel
         self._needs_norm = needs_norm
+        self._uses_disk = any(Medium.DISK in (bucket.placement.state, bucket.placement.shard) for bucket in buckets)
         self._global_grad_norm: torch.Tensor | None = None
-        self._masters = {bucket: bucket.take_master() for bucket in self.buckets}
-        self._pieces = [piece for bucket in self.buckets for piece in self._cut(bucket, flat=is_elementwise)]
+        self._states = states(inner)
+        self._masters: dict[ParamBucket, torch.Tensor] = {}
+        self._pieces_of: dict[ParamBucket, list[Piece]] = {}
+        for bucket in self.buckets:
+            self._masters[bucket] = master = bucket.take_master()
+            self._pieces_of[bucket] = list(self._cut(bucket, flat=is_elementwise))
+            self._states.keep(bucket, master, self._pieces_of[bucket])
+        self._pieces = [piece for bucket in self.buckets for piece in self._pieces_of[bucket]]
         self._location = {parameter: (bucket, index) for bucket in self.buckets
                           for index, parameter in enumerate(bucket.params)}
         self.grouped_params = [[parameter for parameter in group["params"] if parameter in self._location]
                                for group in inner.param_groups]
         self._hand_over()
-        self._apply = choose_update(inner, self._pieces_of, self._masters)
         # an elementwise optimizer keeps all its state per piece, so it may step some pieces at a time
-        self._turns = _split(self.buckets, update_numel) if is_elementwise else [self.buckets]
+        self._turns = choose_turns(inner, self._pieces_of, self._masters, update_numel if is_elementwise else None,
+                                   host_threads)
 
     # ---- the update --------------------------------------------------------------------------------------------------
 
@@ -93,9 +103,21 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
         if norm is not None and not self.loss_scaler.accepts(norm):
             self.overflow = True
             return
-        for buckets in self._turns:  # the others' gradients need no fp32 copy meanwhile, and gathers begin early
-            self._apply(buckets, factor)
-            self._show(buckets)
+        # in turns, since the others' gradients need no fp32 copy meanwhile, and gathers begin early
+        shown, failure = 0, None
+        try:
+            for turn in self._states.stream(self._turns):
+                turn.apply(turn.buckets, factor)
+                self._show(turn.buckets)
+                shown += 1
+        except OffloadError as error:
+            if not self._uses_disk:
+                raise
+            failure = error
+        if self._uses_disk:
+            for turn in self._turns[shown:]:  # as on the ranks where nothing failed
+                self._show(turn.buckets)
+            raise_together(failure, self._reducer.group)
 
     def grad_norm(self) -> torch.Tensor:
         """Return the global norm of the scaled gradients (0-d) and remember the unscaled one. Collective."""
@@ -122,9 +144,14 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
 
     def publish(self) -> None:
         """Show the masters to the parameters: cast into the shards and, where parameters are kept whole, launch gathers."""
-        for bucket, master in self._masters.items():
-            round_master(bucket, master)
+        for bucket in self.buckets:
+            self.receive_master(bucket)
         self._show(self.buckets)
+
+    def receive_master(self, bucket: ParamBucket) -> None:
+        """Bring a bucket's shard up to its master."""
+        with self._states.opened([bucket]):
+            bucket.receive(self._masters[bucket])
 
     def _show(self, buckets: Sequence[ParamBucket]) -> None:
         """Say that shards are new. The gathers overlap what follows; the next forward, or any read through the module, waits
@@ -137,8 +164,9 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
     def refresh_fp32_params(self) -> None:  # public path
         """Set the fp32 masters from the low-precision weights."""
         for bucket, master in self._masters.items():
-            if master is not bucket.shard:
-                master.copy_(bucket.shard)
+            if not bucket.shard_is_master:
+                with bucket.shard_opened(), self._states.opened([bucket], is_changed=True):
+                    master.copy_(bucket.shard)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. `set_to_none` is accepted for torch's sake: gradients are always dropped."""
@@ -184,8 +212,12 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
         piece = None if held is None else next(p for p in self._pieces_of[bucket] if index in p.indices)
         return Fragment(bucket, index, held, piece)
 
+    def opened(self, fragment: Fragment, is_changed: bool = False) -> AbstractContextManager[None]:
+        """Have the state around a parameter in memory, for `local_master` and `local_state`. is_changed: the caller writes."""
+        return self._states.opened([fragment.bucket], is_changed)
+
     def local_master(self, fragment: Fragment) -> torch.Tensor:
-        """Return this rank's elements of the parameter's master, 1-D, as a view (empty when it holds none)."""
+        """Return this rank's elements of the parameter's master, 1-D, as a view (empty when it holds none); see `opened`."""
         return _cut_slice(self._masters[fragment.bucket], fragment.slice)
 
     def local_grad(self, fragment: Fragment) -> torch.Tensor | None:
@@ -195,7 +227,7 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
         return _cut_slice(fragment.bucket.grad_shard, fragment.slice)
 
     def local_state(self, fragment: Fragment, key: str) -> torch.Tensor:
-        """Return this rank's elements of state tensor `key` as a view (empty when it holds none).
+        """Return this rank's elements of state tensor `key` as a view (empty when it holds none); see `opened`.
 
         Raises: UsageError when the optimizer has no such state.
         """
@@ -203,7 +235,7 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
         if key not in known:
             raise UsageError(f"the optimizer has no state {key!r} (it has {sorted(known) or 'none before the first step'}).")
         if fragment.piece is None:
-            return torch.empty(0, dtype=fragment.bucket.dtypes.master, device=fragment.bucket.device)
+            return self._masters[fragment.bucket][:0]
         value = self.optimizer.state[fragment.piece.tensor][key]
         if not torch.is_tensor(value) or value.numel() != fragment.piece.stop - fragment.piece.start:
             raise UsageError(f"optimizer state {key!r} is one value per parameter group piece, not one per element.")
@@ -217,7 +249,7 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
 
     def gather_full(self, fragment: Fragment, local: torch.Tensor) -> torch.Tensor:
         """Return the parameter-shaped tensor whose pieces `local` the ranks hold. Collective over the shard group."""
-        full = torch.zeros(fragment.bucket.layout.numels[fragment.index], dtype=local.dtype, device=local.device)
+        full = torch.zeros(fragment.bucket.layout.numels[fragment.index], dtype=local.dtype, device=fragment.bucket.device)
         if fragment.slice is not None:
             full[fragment.slice.param_start:fragment.slice.param_start + fragment.slice.numel] = local
         group = fragment.bucket.pair.shard
@@ -234,20 +266,24 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
 
     # ---- the whole state, by piece -----------------------------------------------------------------------------------
 
-    def element_states(self) -> dict[str, dict[Piece, torch.Tensor]]:
+    def element_states(self) -> dict[str, dict[Piece, torch.Tensor | StoredState]]:
         """Return what has one value per element, as 1-D views of this rank's pieces by state key; "fp32" are the masters."""
-        states: dict[str, dict[Piece, torch.Tensor]] = {
-            MASTER_KEY: {piece: piece.tensor.detach().view(-1) for piece in self._pieces}}
+        states: dict[str, dict[Piece, torch.Tensor | StoredState]] = {}
         for piece in self._pieces:
-            for key, value in self.optimizer.state.get(piece.tensor, {}).items():
-                if _is_per_element(value, piece):
-                    states.setdefault(key, {})[piece] = value.detach().view(-1)
+            for key, value in {MASTER_KEY: piece.tensor, **self.optimizer.state.get(piece.tensor, {})}.items():
+                if is_per_element(value, piece):
+                    states.setdefault(key, {})[piece] = self._states.shown(piece, key, value.detach().view(-1))
         return states
+
+    @property
+    def states_are_in_memory(self) -> bool:
+        """No state rests on a disk."""
+        return self._states.is_in_memory
 
     def other_states(self) -> dict[Piece, dict[str, Any]]:
         """Return the rest of the inner optimizer's state by piece: step counts, and tensors of other shapes."""
         return {piece: {key: value for key, value in self.optimizer.state.get(piece.tensor, {}).items()
-                        if not _is_per_element(value, piece)} for piece in self._pieces}
+                        if not is_per_element(value, piece)} for piece in self._pieces}
 
     def pieces_of(self, bucket: ParamBucket) -> list[Piece]:
         """Return this rank's pieces of a bucket."""
@@ -258,17 +294,28 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
         """Set the masters to what `local_master(bucket, index)` returns for this rank's slices (1-D; None leaves one as it
         is). They reach the parameters with `publish`."""
         for bucket, master in self._masters.items():
-            for index in range(len(bucket.params)):
-                held = bucket.slice_on_rank(index)
-                value = None if held is None else local_master(bucket, index)
-                if value is not None:
-                    master[held.shard_start:held.shard_end].copy_(value)
+            with self._states.opened([bucket], is_changed=True):
+                for index in range(len(bucket.params)):
+                    held = bucket.slice_on_rank(index)
+                    value = None if held is None else local_master(bucket, index)
+                    if value is not None:
+                        master[held.shard_start:held.shard_end].copy_(value)
 
-    def restore_states(self, states: Mapping[Piece, dict[str, Any]], groups: Sequence[Mapping[str, Any]] | None) -> None:
-        """Replace the inner optimizer's state by `states`, whose tensors have their piece's elements or a shape of their own.
+    def restore_states(self, state_of: Callable[[Piece], dict[str, Any]], groups: Sequence[Mapping[str, Any]] | None) -> None:
+        """Replace the inner optimizer's state by what `state_of` returns for each piece: tensors with the piece's elements or a
+        shape of their own, and other values.
 
         groups: saved hyperparameters per param group, None keeps the current ones.
         """
+        runs = [self._pieces] if self.states_are_in_memory else list(self._pieces_of.values())
+        restored: dict[torch.Tensor, dict[str, Any]] = {}
+        for pieces in runs:
+            self._restore_run({piece: state_of(piece) for piece in pieces}, groups)
+            self._states.collect(dict.fromkeys(piece.bucket for piece in pieces))
+            restored |= self.optimizer.state
+        self.optimizer.state.update(restored)
+
+    def _restore_run(self, states: Mapping[Piece, dict[str, Any]], groups: Sequence[Mapping[str, Any]] | None) -> None:
         current = self.optimizer.param_groups
         numbers = {piece: number for number, piece in enumerate(
             piece for group_id in range(len(current)) for piece in self._pieces if piece.group_id == group_id)}
@@ -279,14 +326,20 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
             saved_groups.append({**group, **saved, "params": [numbers[piece] for piece in numbers
                                                               if piece.group_id == group_id]})
         self.optimizer.load_state_dict({
-            "state": {numbers[piece]: {key: value.view(piece.tensor.shape) if _is_per_element(value, piece) else value
+            "state": {numbers[piece]: {key: value.view(piece.tensor.shape) if is_per_element(value, piece) else value
                                        for key, value in state.items()} for piece, state in states.items() if state},
             "param_groups": saved_groups})
 
     # ---- state dict --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's shards: plain tensors and numbers, readable with `torch.load(weights_only=True)`."""
+        """Return this rank's shards: plain tensors and numbers, readable with `torch.load(weights_only=True)`.
+
+        Raises: UsageError when state rests on a disk.
+        """
+        if not self.states_are_in_memory:
+            raise UsageError("the optimizer's state rests on a disk and is not loaded into memory whole. Use "
+                             "engine.save_checkpoint, or deepspeed.utils.safe_get_full_optimizer_state for one parameter.")
         return {
             "optimizer": self.optimizer.state_dict(),
             "masters": {bucket.name: master.clone() for bucket, master in self._masters.items()},
@@ -316,6 +369,10 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
                 master.copy_(masters[bucket.name])
         self.publish()
 
+    def close(self) -> None:
+        """Give up what rests on a disk."""
+        self._states.close()
+
     # ---- construction ------------------------------------------------------------------------------------------------
 
     def _cut(self, bucket: ParamBucket, flat: bool) -> Iterator[Piece]:
@@ -336,9 +393,6 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
 
     def _hand_over(self) -> None:
         """Replace the parameters in the inner optimizer's groups by this rank's pieces, together with existing state."""
-        self._pieces_of: dict[ParamBucket, list[Piece]] = {bucket: [] for bucket in self.buckets}
-        for piece in self._pieces:
-            self._pieces_of[piece.bucket].append(piece)
         old_state = dict(self.optimizer.state)
         self.optimizer.state.clear()
         for group_id, group in enumerate(self.optimizer.param_groups):
@@ -348,23 +402,7 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
                 state = _cut_state(piece, old_state)
                 if state:
                     self.optimizer.state[piece.tensor] = state
-
-
-def _is_per_element(value: Any, piece: Piece) -> bool:
-    return torch.is_tensor(value) and value.dim() > 0 and value.numel() == piece.stop - piece.start
-
-
-def _split(buckets: Sequence[ParamBucket], numel: int) -> list[list[ParamBucket]]:
-    """Return runs of buckets whose shards have about `numel` elements together."""
-    runs: list[list[ParamBucket]] = []
-    room = 0
-    for bucket in buckets:
-        if bucket.shard_numel > room or not runs:
-            runs.append([])
-            room = numel
-        runs[-1].append(bucket)
-        room -= bucket.shard_numel
-    return runs
+        self._states.collect(self.buckets)
 
 
 def _cut_slice(flat: torch.Tensor, held: ParamSlice | None) -> torch.Tensor:

@@ -60,7 +60,8 @@ class ParamHome:
 
     @property
     def local(self) -> torch.Tensor:
-        """Return this rank's piece of the parameter: 1-D, a view of the shard and in its dtype, possibly empty."""
+        """Return this rank's piece of the parameter: 1-D, a view of the shard (see `ParamBucket.shard_opened`) and in its
+        dtype, possibly empty."""
         held = self.bucket.slice_on_rank(self.index)
         return self.bucket.shard[:0] if held is None else self.bucket.shard[held.shard_start:held.shard_end]
 
@@ -101,12 +102,14 @@ class ParamHome:
 
     def _take(self, full: torch.Tensor) -> None:
         """Let this rank's piece follow `full`, rounded to the parameter's dtype."""
-        follow(self.local, self.cut(full).to(self.bucket.dtypes.param))
+        with self.bucket.shard_opened(is_changed=True):
+            follow(self.local, self.cut(full).to(self.bucket.dtypes.param))
 
     def _refresh_master(self) -> None:
         fragment = self.fragment
         if fragment is not None and not self.bucket.shard_is_master:
-            follow(self.optimizer.local_master(fragment), self.local)
+            with self.bucket.shard_opened(), self.optimizer.opened(fragment, is_changed=True):
+                follow(self.optimizer.local_master(fragment), self.local)
 
     def reduce_parameter(self, protocol: int) -> Any:
         """`__reduce_ex__` of the parameter: pickles hold a plain one. Raises: UsageError for a released parameter."""
@@ -119,6 +122,7 @@ class ParamHome:
 
 def follow(kept: torch.Tensor, values: torch.Tensor) -> None:
     """Set `kept` to `values`; where it equals them once it is rounded to their dtype, it keeps its precision."""
+    values = values.to(kept.device)
     if kept.dtype == values.dtype:
         kept.copy_(values)
     else:

@@ -13,9 +13,12 @@ from deepspeed import comm
 from deepspeed.comm.consistency import RankConsistency
 from deepspeed.comm.topology import Group, GroupPair
 from deepspeed.comm.wire import HostWire, ReduceScale, StreamWire, Wire, WireStreams
-from deepspeed.runtime.zero.bucket import BucketDtypes, ParamBucket, Residency
-from deepspeed.runtime.zero.coordinator import FetchLimits, ParamCoordinator
+from deepspeed.runtime.policies import BucketDtypes, FetchLimits, OffloadPlan, Placement, Residency
+from deepspeed.runtime.zero.bucket import ParamBucket
+from deepspeed.runtime.zero.coordinator import ParamCoordinator
+from deepspeed.runtime.zero.disk_store import ShardStore
 from deepspeed.runtime.zero.grouping import NOT_OPTIMIZED, BucketSpec
+from deepspeed.runtime.zero.host_memory import HostMemory
 from deepspeed.runtime.zero.param_home import ParamHome, broadcast_from, home_of, pin, unpin
 from deepspeed.runtime.zero.storage import StagingPool
 from deepspeed.runtime.zero.views import abandon, settle, show_status
@@ -46,16 +49,20 @@ class ParamSharder:
     """Gives parameters buckets of their own over one group pair. Every rank shards the same parameters in the same
     order.
 
-    device: parameters on a GPU are gathered over side streams, others over the host. checks_reads: see ParamHome.
+    device: parameters on a GPU are gathered over side streams, others over the host. offload: where shards rest.
+    checks_reads: see ParamHome.
     """
 
-    def __init__(self, pair: GroupPair, device: torch.device, checks_reads: bool = False):
+    def __init__(self, pair: GroupPair, device: torch.device, offload: OffloadPlan = OffloadPlan(),
+                 checks_reads: bool = False):
         self.pair = pair
         covering = pair.shard if pair.shard.size > 1 else pair.replicate
         consistency = RankConsistency(covering)
         self._wire = _make_wire(pair, device, consistency)
         self._coordinator = ParamCoordinator([], consistency, FetchLimits())
-        self._staging = StagingPool()
+        self._staging, self._memory = StagingPool(), HostMemory(device, offload.pins_shard)
+        self._placement = Placement(shard=offload.shard)
+        self._disk = None if offload.shard_disk is None else ShardStore(offload.shard_disk, self._memory)
         self._slabs = _ShardSlabs()
         self._checks_reads = checks_reads
 
@@ -66,7 +73,7 @@ class ParamSharder:
         """
         bucket = self._make_bucket(parameter, name)
         bucket.adopt(lambda full: broadcast_from(full, self.pair, 0))
-        if bucket.is_sharded:
+        if bucket.is_sharded and not bucket.shard_is_on_disk:
             bucket.shard = self._slabs.keep(bucket.shard)
         self._settle(bucket)
 
@@ -75,7 +82,7 @@ class ParamSharder:
                           is_trainable=parameter.requires_grad)
         dtypes = BucketDtypes(*[parameter.dtype] * 4)
         return ParamBucket(spec, (name,), self.pair, self._wire, dtypes, Residency(parameters=False, gradients=False),
-                           self._staging)
+                           self._staging, self._memory, self._placement, self._disk)
 
     def _settle(self, bucket: ParamBucket) -> None:
         home = ParamHome(bucket, 0, self._coordinator, is_partitioned=True, is_own=True,
@@ -94,7 +101,9 @@ class ParamSharder:
         if not old.is_sharded:
             bucket.adopt(_agreed_already)
         else:
-            bucket.shard = self._slabs.keep(old.own_chunk(old.storage.tensor) if old.is_full else old.shard)
+            with old.shard_opened():
+                values = old.own_chunk(old.storage.tensor) if old.is_full else old.shard
+                bucket.keep_shard(values.to("cpu", copy=True) if old.shard_is_on_disk else self._slabs.keep(values))
             bucket.hide()
         self._settle(bucket)
         return copy

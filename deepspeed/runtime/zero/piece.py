@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,3 +19,8 @@ class Piece:
     stop: int
     indices: tuple[int, ...]  # the bucket's parameters with elements in it
     tensor: torch.Tensor  # view of the master
+
+
+def is_per_element(value: Any, piece: Piece) -> bool:
+    """Return whether a value of the inner optimizer's state has one number per element of the piece."""
+    return torch.is_tensor(value) and value.dim() > 0 and value.numel() == piece.stop - piece.start

@@ -41,7 +41,7 @@ class GradientReducer:
                  is_boundary: Callable[[], bool], micro_factor: Callable[[], float],
                  needs_scaled_loss: bool = False, overlaps: bool = True, refuses_unused: bool = False):
         self.buckets = list(buckets)
-        self._group, self._consistency = group, consistency
+        self.group, self._consistency = group, consistency
         self._is_boundary, self._micro_factor = is_boundary, micro_factor
         self._needs_scaled_loss, self._overlaps, self._refuses_unused = needs_scaled_loss, overlaps, refuses_unused
         self._loss_is_scaled = False
@@ -209,10 +209,10 @@ class GradientReducer:
     def _refuse_unused(self) -> None:
         unused = [bucket.param_names[index] for bucket in self.buckets for index in bucket.unused_params()]
         everywhere: list[list[str]] = [unused]
-        if self._group.size > 1:
-            everywhere = [[] for _ in self._group.ranks]
-            comm.all_gather_object(everywhere, unused, group=self._group.process_group)
-        named = {rank: names for rank, names in zip(self._group.ranks, everywhere) if names}
+        if self.group.size > 1:
+            everywhere = [[] for _ in self.group.ranks]
+            comm.all_gather_object(everywhere, unused, group=self.group.process_group)
+        named = {rank: names for rank, names in zip(self.group.ranks, everywhere) if names}
         if named:
             raise UsageError(f"parameters got no gradient: {named} (by rank). Use them in the loss, freeze them, or set "
                              "zero_optimization.ignore_unused_parameters to true.")
@@ -224,9 +224,9 @@ class GradientReducer:
             return
         incomplete = [bucket for bucket in self._order if bucket not in self._ready]
         order = [self.buckets.index(bucket) for bucket in self._completed + incomplete]
-        if self._group.size > 1:
+        if self.group.size > 1:
             box = [order]
-            comm.broadcast_object_list(box, src=self._group.ranks[0], group=self._group.process_group)
+            comm.broadcast_object_list(box, src=self.group.ranks[0], group=self.group.process_group)
             order = box[0]
         self._order = [self.buckets[index] for index in order]
         self._order_is_learned = True

@@ -1,20 +1,30 @@
 """How the inner optimizer's update is computed on this rank's shards, from reduced gradients to rounded weights.
 
-`InnerUpdate` gives any torch optimizer fp32 gradients and lets it step. `OnePassAdam` does what Adam or AdamW would, in one
-kernel per piece, where there is a GPU for it; the optimizer's state stays where it is, so that either can go on from the other.
+`InnerUpdate` gives any torch optimizer fp32 gradients and lets it step. `OnePass` does what the optimizer would, in one kernel
+per piece, on a GPU or where the state rests in host memory; the optimizer's state stays where it is, so that either can go on
+from the other. A *turn* is some buckets whose state rests together, updated at a time.
 """
 from __future__ import annotations
 
 import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from deepspeed.ops.adam import FusedAdam
+from deepspeed.errors import PlanError
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.adam.one_pass import AdamNumbers, update_with_triton
+from deepspeed.ops.cpu_optimizer import CPUOptimizer
+from deepspeed.runtime.optimizers import is_host_optimizer
+from deepspeed.runtime.policies import Medium
 from deepspeed.runtime.zero.bucket import ParamBucket
 from deepspeed.runtime.zero.piece import Piece
+
+# Exact classes, since a subclass may change the rule.
+ADAM_CLASSES = (FusedAdam, DeepSpeedCPUAdam, torch.optim.Adam, torch.optim.AdamW)
 
 Factor = torch.Tensor | float
 PiecesOf = Mapping[ParamBucket, Sequence[Piece]]
@@ -42,10 +52,12 @@ class InnerUpdate:
         for piece in pieces:
             piece.tensor.grad = None
         for bucket in buckets:
-            round_master(bucket, self._masters[bucket])
+            bucket.receive(self._masters[bucket])
 
     def _load_gradients(self, bucket: ParamBucket, factor: Factor) -> None:
         grad, dtype = bucket.grad_shard, bucket.dtypes.master
+        if isinstance(factor, torch.Tensor) and not grad.is_cuda:
+            factor = float(factor)
         if grad.dtype != dtype:
             grad = grad.to(dtype)
         if isinstance(factor, torch.Tensor) or factor != 1.0:
@@ -54,44 +66,93 @@ class InnerUpdate:
             piece.tensor.grad = grad[piece.start:piece.stop].view(piece.tensor.shape)
 
 
-class OnePassAdam:
-    """Updates by Adam or AdamW as the inner optimizer would, with its hyperparameters and in its state."""
+class OnePass(ABC):
+    """Updates as the inner optimizer would, with its hyperparameters and in its state, in one pass over a bucket's memory."""
 
     def __init__(self, inner: torch.optim.Optimizer, pieces_of: PiecesOf, masters: Mapping[ParamBucket, torch.Tensor]):
         self._inner, self._pieces_of, self._masters = inner, pieces_of, masters
         self._otherwise = InnerUpdate(inner, pieces_of, masters)
-        # step counts that are device tensors, and what they hold: reading them each time would stall the host
-        self._known: dict[torch.Tensor, int] = {}
 
     def __call__(self, buckets: Sequence[ParamBucket], factor: Factor) -> None:
         """Like `InnerUpdate`; in the same way while hooks, or values that only torch's kernels take, ask for it."""
         if not self._is_plain():
-            self._known.clear()
             self._otherwise(buckets, factor)
             return
-        if not isinstance(factor, torch.Tensor):
-            factor = torch.full((), factor, dtype=torch.float32, device=buckets[0].device)
+        factor = self._as_factor(factor)
         self._inner._opt_called = True  # what torch's schedulers look for before they warn of a missing step
         for bucket in buckets:
-            is_rounded = self._masters[bucket] is not bucket.shard
-            for piece in self._pieces_of[bucket]:
-                state = self._state(piece)
-                update_with_triton(
-                    piece.tensor, state["exp_avg"], state["exp_avg_sq"], bucket.grad_shard[piece.start:piece.stop],
-                    bucket.shard[piece.start:piece.stop] if is_rounded else None, factor,
-                    self._numbers(self._inner.param_groups[piece.group_id], self._count(state)))
+            master = self._masters[bucket]
+            if bucket.shard_is_master or master.dtype == bucket.shard.dtype:
+                self._update(bucket, None, factor)
+                bucket.receive(master)
+                continue
+            with bucket.inbound(master) as rounded:
+                self._update(bucket, rounded, factor)
+            if rounded is None:
+                bucket.receive(master)
+
+    def _update(self, bucket: ParamBucket, rounded: torch.Tensor | None, factor: Factor) -> None:
+        grad = bucket.grad_shard
+        for piece in self._pieces_of[bucket]:
+            self._update_piece(piece, grad[piece.start:piece.stop],
+                               None if rounded is None else rounded[piece.start:piece.stop], factor)
+
+    @abstractmethod
+    def _update_piece(self, piece: Piece, grad: torch.Tensor, rounded: torch.Tensor | None, factor: Factor) -> None:
+        """Update the piece's master and state by `factor` times `grad` (1-D), and round the master into `rounded`."""
+
+    @abstractmethod
+    def _as_factor(self, factor: Factor) -> Factor:
+        """Return the factor as `_update_piece` takes it."""
 
     def _is_plain(self) -> bool:
-        inner = self._inner
-        if inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks:
-            return False
-        return not any(isinstance(group["lr"], torch.Tensor) or group.get("amsgrad") or group.get("maximize")
-                       or group.get("differentiable") or group.get("capturable") for group in inner.param_groups)
+        return not (self._inner._optimizer_step_pre_hooks or self._inner._optimizer_step_post_hooks)
+
+
+class OnePassOnHost(OnePass):
+    """By the kernels of an optimizer for host memory. threads: that they may use."""
+
+    def __init__(self, inner: CPUOptimizer, pieces_of: PiecesOf, masters: Mapping[ParamBucket, torch.Tensor], threads: int):
+        super().__init__(inner, pieces_of, masters)
+        self._threads = threads
+
+    def _as_factor(self, factor: Factor) -> float:
+        return float(factor)
+
+    def _update_piece(self, piece: Piece, grad: torch.Tensor, rounded: torch.Tensor | None, factor: Factor) -> None:
+        self._inner.step_flat(self._inner.param_groups[piece.group_id], piece.tensor, grad, rounded, factor, self._threads)
+
+
+class OnePassAdam(OnePass):
+    """By one Triton kernel per piece, for Adam and AdamW on a GPU."""
+
+    def __init__(self, inner: torch.optim.Optimizer, pieces_of: PiecesOf, masters: Mapping[ParamBucket, torch.Tensor]):
+        super().__init__(inner, pieces_of, masters)
+        # step counts that are device tensors, and what they hold: reading them each time would stall the host
+        self._known: dict[torch.Tensor, int] = {}
+
+    def _as_factor(self, factor: Factor) -> torch.Tensor:
+        if isinstance(factor, torch.Tensor):
+            return factor
+        return torch.full((), factor, dtype=torch.float32, device=next(iter(self._masters.values())).device)
+
+    def _update_piece(self, piece: Piece, grad: torch.Tensor, rounded: torch.Tensor | None, factor: Factor) -> None:
+        state = self._state(piece)
+        update_with_triton(piece.tensor, state["exp_avg"], state["exp_avg_sq"], grad, rounded, factor,
+                           self._numbers(self._inner.param_groups[piece.group_id], self._count(state)))
+
+    def _is_plain(self) -> bool:
+        is_plain = super()._is_plain() and not any(
+            isinstance(group["lr"], torch.Tensor) or group.get("amsgrad") or group.get("maximize")
+            or group.get("differentiable") or group.get("capturable") for group in self._inner.param_groups)
+        if not is_plain:
+            self._known.clear()  # torch's step will count
+        return is_plain
 
     def _state(self, piece: Piece) -> dict[str, Any]:
         state, group = self._inner.state[piece.tensor], self._inner.param_groups[piece.group_id]
         if not state:
-            if isinstance(self._inner, FusedAdam):
+            if isinstance(self._inner, (FusedAdam, DeepSpeedCPUAdam)):
                 state["step"] = int(group.get("step", 0))
             else:
                 device = piece.tensor.device if group.get("fused") else "cpu"
@@ -113,22 +174,68 @@ class OnePassAdam:
 
     def _numbers(self, group: Mapping[str, Any], step: int) -> AdamNumbers:
         inner = self._inner
-        is_decoupled = inner.adam_w_mode if isinstance(inner, FusedAdam) else group.get(
+        is_decoupled = inner.adam_w_mode if isinstance(inner, (FusedAdam, DeepSpeedCPUAdam)) else group.get(
             "decoupled_weight_decay", isinstance(inner, torch.optim.AdamW))
         return AdamNumbers.at(step, lr=group["lr"], betas=group["betas"], eps=group["eps"], weight_decay=group["weight_decay"],
                               is_decoupled=is_decoupled, corrects_bias=group.get("bias_correction", True))
 
 
-def round_master(bucket: ParamBucket, master: torch.Tensor) -> None:
-    """Bring a bucket's shard up to its master."""
-    if master is not bucket.shard:
-        bucket.shard.copy_(master)
+@dataclass(frozen=True)
+class Turn:
+    """Some buckets, and what updates them."""
+
+    buckets: list[ParamBucket]
+    apply: InnerUpdate | OnePass
 
 
-def choose_update(inner: torch.optim.Optimizer, pieces_of: PiecesOf,
-                  masters: Mapping[ParamBucket, torch.Tensor]) -> InnerUpdate | OnePassAdam:
-    """Return the one-pass update for exactly Adam, AdamW and FusedAdam over fp32 masters on GPUs, else the inner one."""
-    is_adam = type(inner) in (FusedAdam, torch.optim.Adam, torch.optim.AdamW)
-    fits = bool(masters) and all(master.is_cuda and master.dtype == torch.float32 for master in masters.values())
-    make = OnePassAdam if is_adam and fits and importlib.util.find_spec("triton") else InnerUpdate
-    return make(inner, pieces_of, masters)
+def choose_turns(inner: torch.optim.Optimizer, pieces_of: PiecesOf, masters: Mapping[ParamBucket, torch.Tensor],
+                 numel: int | None, host_threads: int) -> list[Turn]:
+    """Return how all buckets are updated: in turns of about `numel` shard elements, None for all that rest together at once.
+
+    In host memory a turn is one bucket, so that it is on its way to the device while the next is updated. host_threads: for
+    updates there. Raises: PlanError for an optimizer that works on host memory alone and state that stays on a GPU.
+    """
+    on_device = {bucket: master for bucket, master in masters.items() if bucket.placement.state is Medium.DEVICE}
+    on_host = {bucket: master for bucket, master in masters.items() if bucket not in on_device}
+    turns = []
+    if on_device:
+        apply = _choose_on_device(inner, pieces_of, on_device)
+        turns += [Turn(buckets, apply) for buckets in ([list(on_device)] if numel is None else split(list(on_device), numel))]
+    if on_host:
+        apply = _choose_on_host(inner, pieces_of, on_host, host_threads)
+        turns += [Turn(buckets, apply) for buckets in ([list(on_host)] if numel is None else [[bucket] for bucket in on_host])]
+    return turns
+
+
+def _choose_on_device(inner: torch.optim.Optimizer, pieces_of: PiecesOf,
+                      masters: Mapping[ParamBucket, torch.Tensor]) -> InnerUpdate | OnePass:
+    """Return the one-pass update for exactly Adam, AdamW, FusedAdam and DeepSpeedCPUAdam over fp32 masters on GPUs."""
+    is_on_gpu = all(master.is_cuda for master in masters.values())
+    if is_on_gpu and type(inner) in ADAM_CLASSES and importlib.util.find_spec("triton"):
+        if all(master.dtype == torch.float32 for master in masters.values()):
+            return OnePassAdam(inner, pieces_of, masters)
+    if is_on_gpu and isinstance(inner, CPUOptimizer):
+        raise PlanError(f"zero_optimization.offload_optimizer.ratio leaves state on the GPU, where {type(inner).__name__} does "
+                        "not work. Use DeepSpeedCPUAdam (with Triton), or set ratio to 1.")
+    return InnerUpdate(inner, pieces_of, masters)
+
+
+def _choose_on_host(inner: torch.optim.Optimizer, pieces_of: PiecesOf, masters: Mapping[ParamBucket, torch.Tensor],
+                    threads: int) -> InnerUpdate | OnePass:
+    """Return the one-pass update for optimizers that have the kernels; any other steps itself."""
+    if is_host_optimizer(inner):
+        return OnePassOnHost(inner, pieces_of, masters, threads)
+    return InnerUpdate(inner, pieces_of, masters)
+
+
+def split(buckets: Sequence[ParamBucket], numel: int) -> list[list[ParamBucket]]:
+    """Return runs of buckets whose shards have about `numel` elements together."""
+    runs: list[list[ParamBucket]] = []
+    room = 0
+    for bucket in buckets:
+        if bucket.shard_numel > room or not runs:
+            runs.append([])
+            room = numel
+        runs[-1].append(bucket)
+        room -= bucket.shard_numel
+    return runs

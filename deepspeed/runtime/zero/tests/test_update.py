@@ -8,9 +8,9 @@ import torch
 
 import deepspeed
 from deepspeed.ops.adam import FusedAdam
-from deepspeed.runtime.zero import optimizer as optimizer_module
+from deepspeed.runtime.zero import update as update_module
 from deepspeed.runtime.zero.tests.api_support import batches, weights
-from deepspeed.runtime.zero.update import InnerUpdate, OnePassAdam
+from deepspeed.runtime.zero.update import InnerUpdate, OnePassAdam, Turn
 from tests.support.models import AwkwardModel, param_groups
 from tests.support.pool import distributed
 
@@ -51,17 +51,17 @@ def assert_close(engine: Any, other: Any, atol: float) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_one_pass_is_the_optimizers_own_update(stage, precision, gas, atol, kind, world_size) -> None:
     engine = start(stage, kind, precision, gas)
-    assert isinstance(engine.optimizer._apply, OnePassAdam)
+    assert all(isinstance(turn.apply, OnePassAdam) for turn in engine.optimizer._turns)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer_module, "choose_update", InnerUpdate)
+        patch.setattr(update_module, "_choose_update", InnerUpdate)
         other = start(stage, kind, precision, gas)
     for one in (engine, other):
         train(one, 3)
     assert_close(engine, other, atol)
     # either goes on from the other's state
-    engine.optimizer._apply, other.optimizer._apply = (
-        InnerUpdate(engine.optimizer.optimizer, engine.optimizer._pieces_of, engine.optimizer._masters),
-        OnePassAdam(other.optimizer.optimizer, other.optimizer._pieces_of, other.optimizer._masters))
+    for optimizer, make in ((engine.optimizer, InnerUpdate), (other.optimizer, OnePassAdam)):
+        update = make(optimizer.optimizer, optimizer._pieces_of, optimizer._masters)
+        optimizer._turns = [Turn(turn.buckets, update) for turn in optimizer._turns]
     for one in (engine, other):
         train(one, 2, first=1)
     assert_close(engine, other, atol)
@@ -91,7 +91,7 @@ def test_step_hooks_and_tensor_learning_rates_get_the_optimizers_own_step() -> N
 @pytest.mark.parametrize("stage", [0, 3])
 def test_on_a_cpu_the_optimizer_steps_itself(stage: int) -> None:
     engine = start(stage, "AdamW", "bf16")
-    assert type(engine.optimizer._apply) is InnerUpdate
+    assert [type(turn.apply) for turn in engine.optimizer._turns] == [InnerUpdate]
 
 
 @distributed(2)

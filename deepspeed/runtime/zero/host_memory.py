@@ -1,0 +1,164 @@
+"""Host memory beside a device: page-locked buffers, copies both ways that the device's other work does not wait for.
+
+Where the device is the CPU itself, a copy is a plain one and done when the call returns.
+"""
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from deepspeed.runtime.grad_squares import square_sum
+
+logger = logging.getLogger(__name__)
+
+# Buffers on their way to the device or being filled: one is written while the other is copied.
+STAGING_COUNT = 2
+PAGE_BYTES = 4096
+
+
+class HostMemory:
+    """Allocates host tensors and copies between them and `device`.
+
+    pins: page-lock what is copied, where there is a GPU; when that fails, pageable memory does, slower.
+    """
+
+    def __init__(self, device: torch.device, pins: bool = True):
+        self.device = device
+        self._pins = pins and device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._staging: list[_Staging] = []
+
+    @property
+    def is_device(self) -> bool:
+        """The device's memory is the host's."""
+        return self._stream is None
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a 1-D host tensor with undefined content, page-locked if possible."""
+        if self._pins:
+            try:
+                return torch.empty(numel, dtype=dtype, pin_memory=True)
+            except RuntimeError as error:
+                self._pins = False
+                logger.warning("page-locked memory ran out (%s): offloaded tensors use pageable memory, which is copied slower",
+                               error, extra={"all_ranks": True})
+        return torch.empty(numel, dtype=dtype)
+
+    def aligned(self, num_bytes: int) -> torch.Tensor:
+        """Return host bytes, undefined, that begin where a page does, as direct I/O asks."""
+        buffer = self.empty(num_bytes + PAGE_BYTES, torch.uint8)
+        start = -buffer.data_ptr() % PAGE_BYTES
+        return buffer[start:start + num_bytes]
+
+    def fetch(self, source: torch.Tensor, target: torch.Tensor) -> Arrival:
+        """Copy a device tensor to the host tensor `target`, after what the current stream was given so far."""
+        if self._stream is None:
+            target.copy_(source)
+            return Arrival()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            source.record_stream(self._stream)
+            return Arrival(self._stream.record_event())
+
+    def send(self, source: torch.Tensor, target: torch.Tensor) -> Arrival:
+        """Copy a host tensor to the device tensor `target`; what the current stream is given from now on comes after it.
+
+        `source` may change once the arrival was waited for.
+        """
+        if self._stream is None:
+            target.copy_(source)
+            return Arrival()
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            event = self._stream.record_event()
+        current.wait_event(event)
+        return Arrival(event)
+
+    def staging(self, numel: int, dtype: torch.dtype, on_reuse: Callable[[], None] = lambda: None) -> _Staging:
+        """Return a host buffer for one copy; its `tensor` may be written at once.
+
+        on_reuse: called when the buffer is wanted for another copy, to take out what it holds.
+        """
+        staging = self._staging.pop(0) if len(self._staging) == STAGING_COUNT else _Staging()
+        self._staging.append(staging)
+        staging.on_reuse()
+        staging.arrival.wait()
+        staging.on_reuse = on_reuse
+        if staging.buffer is None or staging.buffer.numel() < numel * dtype.itemsize:
+            staging.buffer = self.empty(numel * dtype.itemsize, torch.uint8)
+        staging.tensor = staging.buffer[:numel * dtype.itemsize].view(dtype)
+        return staging
+
+
+class Arrival:
+    """A copy under way. `wait` makes the host wait, and may be called again."""
+
+    def __init__(self, event: torch.cuda.Event | None = None):
+        self._event = event
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+
+
+class _Staging:
+    """A reused host buffer, and the copy that still needs it."""
+
+    def __init__(self) -> None:
+        self.buffer: torch.Tensor | None = None
+        self.tensor: torch.Tensor | None = None
+        self.arrival = Arrival()
+        self.on_reuse: Callable[[], None] = lambda: None
+
+
+class HostGradient:
+    """The reduced gradient of one bucket's shard, added up in host memory.
+
+    What its norm needs is computed on the device, which reads it faster, when it came in one piece.
+    """
+
+    def __init__(self, memory: HostMemory, numel: int, dtype: torch.dtype):
+        self._memory = memory
+        self._buffer = memory.empty(numel, dtype)
+        self._arrival = Arrival()
+        self._late: _Staging | None = None  # a later micro-batch's gradient on its way
+        self._square: torch.Tensor | None = None
+
+    def take(self, reduced: torch.Tensor, is_first: bool) -> None:
+        """Copy a micro-batch's reduced gradient off the device; `is_first` replaces what is here, else it is added."""
+        if is_first:
+            self._late = None
+            self._square = None if self._memory.is_device else square_sum(reduced)
+            self._arrival = self._memory.fetch(reduced, self._buffer)
+            return
+        self._settle()
+        self._square = None
+        if self._memory.is_device:
+            self._buffer.add_(reduced)
+            return
+        self._late = self._memory.staging(reduced.numel(), reduced.dtype, on_reuse=self._settle)
+        self._late.arrival = self._memory.fetch(reduced, self._late.tensor)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The sum, complete. Callers may change it."""
+        self._settle()
+        self._square = None
+        return self._buffer
+
+    def square(self) -> torch.Tensor:
+        """Return the sum of squares as a 0-d double, on the device where it is known there."""
+        return square_sum(self.tensor) if self._square is None else self._square
+
+    def _settle(self) -> None:
+        self._arrival.wait()
+        if self._late is not None:
+            self._late.arrival.wait()
+            self._buffer.add_(self._late.tensor)
+            self._late = None

@@ -1,0 +1,129 @@
+"""SwapFile: one rank's bytes on a disk, read and written in the background.
+
+The file has no name once it is open, so that the disk gets its space back however the process ends.
+"""
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+import weakref
+from pathlib import Path
+
+import torch
+
+from deepspeed import comm
+from deepspeed.comm.topology import Group
+from deepspeed.errors import OffloadError
+from deepspeed.ops.aio.engine import Settings
+from deepspeed.ops.aio.handle import AioHandle
+from deepspeed.ops.aio.plan import ALIGNMENT
+
+
+class SwapFile:
+    """A file in `folder` (made if need be) that grows as places are taken in it.
+
+    Raises: OffloadError when the folder or the file cannot be made.
+    """
+
+    def __init__(self, folder: Path, aio: Settings):
+        self.folder, self._aio = folder, aio
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor, name = tempfile.mkstemp(prefix="zero_", suffix=".swap", dir=folder)
+            os.close(descriptor)
+            self._descriptor = _open_direct(name)
+            os.unlink(name)
+        except OSError as error:
+            raise OffloadError(f"no swap file can be made in {folder} ({error}). Set nvme_path to a folder on a disk that this "
+                               "user may write to.") from error
+        self._finalizer = weakref.finalize(self, os.close, self._descriptor)
+        self._end = self._reserved_bytes = 0
+        self._idle: list[AioHandle] = []
+
+    def take(self, num_bytes: int) -> int:
+        """Return the offset of a new place of `num_bytes`, a multiple of ALIGNMENT. Raises: OffloadError on a full disk."""
+        offset = self._end
+        self.reserve(offset + num_bytes - self._reserved_bytes)
+        self._end += num_bytes
+        return offset
+
+    def reserve(self, num_bytes: int) -> None:
+        """Have the disk set `num_bytes` more aside. Raises: OffloadError on a full disk."""
+        if num_bytes <= 0:
+            return
+        try:
+            os.posix_fallocate(self._descriptor, self._reserved_bytes, num_bytes)
+        except OSError as error:
+            stats = os.statvfs(self.folder)
+            raise OffloadError(
+                f"the disk of {self.folder} cannot take {self._reserved_bytes + num_bytes:,} bytes of offloaded state "
+                f"({error}); "
+                f"{stats.f_bavail * stats.f_frsize:,} bytes are free. Make room, or set nvme_path to a larger disk.") from error
+        self._reserved_bytes += num_bytes
+
+    def read(self, buffer: torch.Tensor, offset: int) -> SwapTransfer:
+        """Begin to fill the buffer from `offset`."""
+        handle = self._lane()
+        handle.async_pread(buffer, self._descriptor, offset)
+        return SwapTransfer(self, handle, f"read {buffer.nbytes:,} bytes at {offset:,}")
+
+    def write(self, buffer: torch.Tensor, offset: int) -> SwapTransfer:
+        """Begin to write the buffer to `offset`; it must not change until the transfer was waited for."""
+        handle = self._lane()
+        handle.async_pwrite(buffer, self._descriptor, offset)
+        return SwapTransfer(self, handle, f"write {buffer.nbytes:,} bytes at {offset:,}")
+
+    def close(self) -> None:
+        """End the file. Transfers under way are waited for."""
+        for handle in self._idle:
+            handle.close()
+        self._idle.clear()
+        self._finalizer()
+
+    def _lane(self) -> AioHandle:
+        """Return a handle without work: to wait for one is to wait for all that it was given."""
+        if self._idle:
+            return self._idle.pop()
+        return AioHandle(**dataclasses.asdict(self._aio))
+
+
+class SwapTransfer:
+    """One read or write under way."""
+
+    def __init__(self, file: SwapFile, handle: AioHandle, what: str):
+        self._file, self._handle, self._what = file, handle, what
+
+    def wait(self) -> None:
+        """Return when it is done. Raises: OffloadError when it failed."""
+        try:
+            self._handle.wait()
+        except OSError as error:
+            raise OffloadError(f"the swap file in {self._file.folder} failed to {self._what}: {error}") from error
+        finally:
+            self._file._idle.append(self._handle)
+
+
+def _open_direct(name: str) -> int:
+    try:
+        return os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError:  # a file system without direct I/O
+        return os.open(name, os.O_RDWR | os.O_CLOEXEC)
+
+
+def padded(num_bytes: int) -> int:
+    """Return `num_bytes` rounded up to what direct I/O takes, for a rank without elements as well."""
+    return max(1, -(-num_bytes // ALIGNMENT)) * ALIGNMENT
+
+
+def raise_together(failure: OffloadError | None, group: Group) -> None:
+    """Raise this rank's failure, or OffloadError when another rank of the group has one. Collective."""
+    texts: list[str | None] = [None if failure is None else str(failure)]
+    if group.size > 1:
+        texts = [None] * group.size
+        comm.all_gather_object(texts, None if failure is None else str(failure), group=group.process_group)
+    if failure is not None:
+        raise failure
+    for rank, text in zip(group.ranks, texts):
+        if text is not None:
+            raise OffloadError(f"rank {rank}: {text}")

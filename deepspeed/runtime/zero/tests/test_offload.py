@@ -1,0 +1,284 @@
+"""State and parameters in host memory and on a disk: optimizers, user API, checkpoints, limits and faults."""
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed.errors import OffloadError, PlanError
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime.policies import Medium, OffloadPlan
+from deepspeed.runtime.zero.tests.api_support import adamw, config_of, engine_of, train, weights
+from deepspeed.runtime.zero.update import OnePassOnHost
+from deepspeed.runtime.zero.utils import ZeRORuntimeException
+from deepspeed.utils import (
+    safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state, safe_get_local_fp32_param,
+    safe_set_full_fp32_param, safe_set_full_optimizer_state,
+)
+from tests.support.models import AwkwardModel, batches
+from tests.support.pool import distributed
+
+CPU = {"device": "cpu"}
+KINDS = ("none", "state", "half", "parameters", "both", "disk state", "disk parameters", "disk")
+
+
+def zero_of(kind: str, folder: Path) -> dict[str, Any]:
+    disk = {"device": "nvme", "nvme_path": str(folder)}
+    return {"none": {}, "state": {"offload_optimizer": CPU}, "half": {"offload_optimizer": {**CPU, "ratio": 0.5}},
+            "parameters": {"offload_param": CPU}, "both": {"offload_optimizer": CPU, "offload_param": CPU},
+            "disk state": {"offload_optimizer": disk}, "disk parameters": {"offload_param": {**disk, "max_in_cpu": 0}},
+            "disk": {"offload_optimizer": disk, "offload_param": {**disk, "max_in_cpu": 0}}}[kind]
+
+
+def start(kind: str, folder: Path, stage: int = 3, make: Any = adamw, model: nn.Module | None = None,
+          **blocks: Any) -> deepspeed.DeepSpeedEngine:
+    torch.manual_seed(7)
+    config = {**config_of(stage, **zero_of(kind, folder)), "zero_force_ds_cpu_optimizer": False, **blocks}
+    return engine_of(stage, make=make, model=model, config=config)
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float = 0.0) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=atol, msg=lambda text: f"{name}: {text}")
+
+
+# Optimizers
+
+@distributed(2)
+@pytest.mark.parametrize("name, atol", [("AdamW", 2e-6), ("Adagrad", 2e-6), ("Lion", 2e-6)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_named_optimizers_get_their_kernels(stage: int, precision: str, name: str, atol: float, tmp_path: Path) -> None:
+    blocks = {"optimizer": {"type": name, "params": {"lr": 0.01, "weight_decay": 0.1}}, "gradient_clipping": 0.1,
+              "bf16": {"enabled": precision == "bf16"}}
+    plain = start("none", tmp_path, stage, make=lambda groups: None, **blocks)
+    engine = start("state", tmp_path, stage, make=lambda groups: None, **blocks)
+    assert {type(turn.apply) for turn in engine.optimizer._turns} == {OnePassOnHost}
+    for one in (plain, engine):
+        train(one, 3)
+    assert_equal(weights(engine), weights(plain), atol if precision == "fp32" else 8e-3)
+    assert float(engine.get_global_grad_norm()) == pytest.approx(float(plain.get_global_grad_norm()), rel=1e-2)
+
+
+@distributed(1)
+def test_later_micro_batches_count(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    engine = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.125), config={
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4, "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": 2, "offload_optimizer": CPU}})[0]
+    for x in (1.0, 2.0, 3.0, 4.0):
+        engine.backward(engine(torch.tensor([[x]])).sum())
+        engine.step()
+    assert float(engine.get_global_grad_norm()) == 2.5
+    assert weights(engine)["weight"].item() == 0.6875
+
+
+@distributed(2)
+def test_an_optimizer_for_devices_is_refused_by_default(tmp_path: Path) -> None:
+    with pytest.raises(ZeRORuntimeException, match="SGD.*zero_force_ds_cpu_optimizer"):
+        engine_of(2, config=config_of(2, offload_optimizer=CPU))
+    engine_of(2, make=lambda groups: DeepSpeedCPUAdam(groups), config=config_of(2, offload_optimizer=CPU))
+    with pytest.raises(PlanError, match="stage 1, 2 or 3"):
+        start("state", tmp_path, stage=0)
+
+
+def test_the_first_buckets_keep_their_state_on_the_device() -> None:
+    plan = OffloadPlan(state=Medium.HOST, ratio=0.6)
+    placements = plan.placements([(10, True, True), (30, True, True), (5, False, True), (60, True, True)])
+    assert [place.state for place in placements] == [Medium.DEVICE, Medium.DEVICE, Medium.DEVICE, Medium.HOST]
+    assert {place.state for place in OffloadPlan(state=Medium.HOST).placements([(10, True, True)] * 3)} == {Medium.HOST}
+    nothing = OffloadPlan(state=Medium.HOST, ratio=0.0).placements([(10, True, True)] * 3)
+    assert {place.state for place in nothing} == {Medium.DEVICE}
+
+
+# What users read and write
+
+@distributed(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "none"])
+def test_the_user_api_sees_no_difference(kind: str, precision: str, tmp_path: Path) -> None:
+    blocks = {"bf16": {"enabled": precision == "bf16"}}
+    plain, engine = start("none", tmp_path, **blocks), start(kind, tmp_path, **blocks)
+
+    def use(one: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for ids, targets in batches(deepspeed.comm.get_rank(), 2):
+            one.backward(one(ids, targets))
+            found |= {f"grad {name}": safe_get_full_grad(p) for name, p in one.module.named_parameters()
+                      if p.requires_grad and p.numel()}
+            one.step()
+        embedding, up = one.module.embedding.weight, one.module.blocks[1].up.weight
+        found["master"], found["state"] = safe_get_full_fp32_param(up), safe_get_full_optimizer_state(up, "exp_avg")
+        found["local"] = safe_get_local_fp32_param(up)
+        safe_set_full_fp32_param(embedding, torch.full(embedding.shape, 0.25))
+        safe_set_full_optimizer_state(up, torch.full(up.shape, 0.5), "exp_avg")
+        with deepspeed.zero.GatheredParameters([one.module.blocks[0].down.weight], modifier_rank=1):
+            if deepspeed.comm.get_rank() == 1:
+                one.module.blocks[0].down.weight.data.fill_(0.125)
+        train(one, 1, seed=3)
+        return found | weights(one)
+
+    expected, found = use(plain), use(engine)
+    assert_equal(found, expected, 1e-6 if precision == "fp32" else 0.0)
+
+
+@distributed(2)
+@pytest.mark.parametrize("kind", ["both", "disk"])
+def test_zero_init_leaves_shards_where_they_rest(kind: str, tmp_path: Path) -> None:
+    config = {**config_of(3, **zero_of(kind, tmp_path)), "zero_force_ds_cpu_optimizer": False}
+    torch.manual_seed(7)
+    with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.float32):
+        model = AwkwardModel()
+    engine = engine_of(3, model=model, make=adamw, config=config)
+    plain = start("none", tmp_path)
+    for one in (engine, plain):
+        train(one, 2)
+    assert_equal(weights(engine), weights(plain), 1e-6)
+
+
+@distributed([1, 2])
+@pytest.mark.parametrize("kind", ["parameters", "disk parameters"])
+def test_inference_without_an_optimizer(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    model = AwkwardModel().eval()
+    ids, targets = next(iter(batches(1, 1)))
+    with torch.no_grad():
+        expected = model(ids, targets)
+    engine = deepspeed.initialize(model=model, config=config_of(3, **zero_of(kind, tmp_path)))[0]
+    engine.eval()
+    for _ in range(3):
+        with torch.no_grad():
+            assert torch.equal(engine(ids, targets), expected)
+    released = [parameter for bucket in engine._parts.buckets if bucket.is_sharded for parameter in bucket.params]
+    assert len(released) > 10 and all(parameter.isnan().all() for parameter in released)
+
+
+# Checkpoints
+
+@distributed(2)
+@pytest.mark.parametrize("kind, other", [("state", "none"), ("disk", "both"), ("half", "disk"), ("none", "disk state"),
+                                         ("disk parameters", "parameters")])
+def test_checkpoints_go_from_any_place_to_any(kind: str, other: str, tmp_path: Path) -> None:
+    engine = start(kind, tmp_path / "swap")
+    train(engine, 2)
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    train(engine, 1, seed=2)
+    expected = weights(engine)
+    resumed = start(other, tmp_path / "swap", model=AwkwardModel(seed=5))
+    train(resumed, 1, seed=8)
+    resumed.load_checkpoint(str(tmp_path / "saved"))
+    train(resumed, 1, seed=2)
+    assert_equal(weights(resumed), expected, 1e-6)
+
+
+@distributed(2)
+def test_asynchronous_saving_waits_for_a_disk(tmp_path: Path) -> None:
+    engine = start("disk", tmp_path / "swap", checkpoint={"async_save": True})
+    train(engine, 2)
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    train(engine, 1, seed=2)
+    resumed = start("none", tmp_path)
+    resumed.load_checkpoint(str(tmp_path / "saved"))
+    train(resumed, 1, seed=2)
+    assert_equal(weights(resumed), weights(engine), 1e-6)
+
+
+# Limits and faults
+
+@distributed(1)
+def test_little_memory_stands_in_for_much_disk(tmp_path: Path) -> None:
+    engine = start("disk", tmp_path)
+    train(engine, 3)
+    states, shards = engine.optimizer._states, engine._parts.buckets[0]._disk
+    for store, total in ((states._store, states._store._file._end), (shards, shards._file._end)):
+        assert store._allocated_bytes <= store.capacity_bytes < total / 2
+    assert os.listdir(tmp_path / "zero_params") == os.listdir(tmp_path / "zero_optimizer") == []
+
+
+@distributed(2)
+@pytest.mark.parametrize("block, key, value, error, text", [
+    ("offload_optimizer", "buffer_count", 1, OffloadError, "keeps 3 tensors per bucket.*buffer_count allows 1"),
+    ("offload_param", "buffer_size", 10, PlanError, "parameter .* has .* elements, but .*buffer_size is 10")])
+def test_buffers_that_are_too_small_are_refused(block: str, key: str, value: int, error: type, text: str,
+                                                tmp_path: Path) -> None:
+    zero = zero_of("disk", tmp_path)
+    zero[block] = {**zero[block], key: value}
+    with pytest.raises(error, match=text):
+        train(engine_of(3, make=adamw, config={**config_of(3, **zero), "zero_force_ds_cpu_optimizer": False}))
+
+
+@distributed(2)
+def test_a_path_that_one_rank_cannot_use_is_an_error_on_all(tmp_path: Path) -> None:
+    folder = tmp_path / f"rank{deepspeed.comm.get_rank()}"
+    if deepspeed.comm.get_rank() == 1:
+        folder.write_text("not a folder")
+    with pytest.raises(OffloadError, match="no swap file can be made"):
+        start("disk", folder)
+
+
+@distributed(2)
+def test_a_removed_folder_takes_nothing_away(tmp_path: Path) -> None:
+    engine, plain = start("disk", tmp_path / "swap"), start("none", tmp_path)
+    train(engine, 1), train(plain, 1)
+    deepspeed.comm.barrier()
+    if deepspeed.comm.get_rank() == 0:
+        for folder in (tmp_path / "swap").iterdir():
+            folder.rmdir()
+        (tmp_path / "swap").rmdir()
+    deepspeed.comm.barrier()
+    train(engine, 2, seed=1), train(plain, 2, seed=1)
+    assert_equal(weights(engine), weights(plain), 1e-6)
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a small file system")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@distributed(1)
+@pytest.mark.parametrize("size, is_at_start", [("16k", True), ("80k", False)])
+def test_a_full_disk(size: str, is_at_start: bool, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", size):
+        if is_at_start:
+            with pytest.raises(OffloadError, match="cannot take .* bytes .* are free"):
+                start("disk state", tmp_path / "disk")
+            return
+        engine = start("disk state", tmp_path / "disk")  # the masters fit, the moments do not
+        with pytest.raises(OffloadError, match="cannot take .* bytes"):
+            train(engine, 1)
+        assert all(value.isfinite().all() for value in weights(engine).values())
+        engine.destroy()
+
+
+@distributed(2)
+def test_descriptors_and_buffers_are_given_back(tmp_path: Path) -> None:
+    def once() -> int:
+        engine = start("disk", tmp_path)
+        train(engine, 2)
+        engine.destroy()
+        del engine
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    once()
+    first = once()
+    assert [once() for _ in range(3)] == [first] * 3
