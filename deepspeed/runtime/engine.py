@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,13 @@ from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine_accessors import EngineAccessors
 from deepspeed.runtime.parts import broadcast_unmanaged, build_parts, end_earlier_engines
 from deepspeed.runtime.plan import make_plan
+from deepspeed.runtime.policies import Medium
 from deepspeed.runtime.setup import ModelParameters, choose_optimizer, choose_scheduler, mark_leaf_modules, place_model
 from deepspeed.runtime.utils import see_memory_usage
 from deepspeed.runtime.zero.gathered import gather_all
 from deepspeed.runtime.zero.init import suspend_init
+from deepspeed.runtime.zero.moved_states import MovedStates
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import groups
 from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
@@ -66,6 +69,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         self._step_applied = False
         self._backward_calls = 0
         self._is_destroyed = self._is_compiled = False
+        self._moved_states: MovedStates | None = None
         self.collate_fn, self.mpu = collate_fn, mpu
         self.client_optimizer, self.client_lr_scheduler = optimizer, lr_scheduler
         self._config = config_class if config_class is not None else DeepSpeedConfig(config, mpu, mesh_device)
@@ -91,6 +95,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return what the module returns, unscaled. Runs under torch.autocast, or on inputs cast to fp16, if configured."""
+        self._check_in_charge("a forward")
         self.timers(progress.FORWARD).start()
         if self.training:
             self.tput_timer.start()
@@ -185,6 +190,8 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         return self.loss_scaler.scale(loss)
 
     def _check_in_charge(self, what: str) -> None:
+        if self._moved_states is not None and self._moved_states.are_away and what != "offload_states()":
+            raise UsageError(f"{what} is called while offload_states() has state off the device. Call reload_states() first.")
         if self._is_destroyed:
             raise UsageError(f"{what} is called on an engine that is destroyed, by destroy() or because a later engine took "
                              "its model over. Use the later engine.")
@@ -250,6 +257,36 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         hooks and without gradients. Enter and leave any number of times. Collective."""
         with gather_all(self._parts.coordinator, self._parts.hooks):
             yield self.module
+
+    def offload_states(self, include: Collection[OffloadStateTypeEnum] | None = None,
+                       device: OffloadDeviceEnum = OffloadDeviceEnum.cpu, pin_memory: bool = True,
+                       non_blocking: bool = False) -> None:
+        """Take state off the device until `reload_states`; training and saving wait for that.
+
+        include: kinds of state, all by default; what rests in host memory anyway is left out. device: "cpu"; "none" does
+        nothing, with a warning. pin_memory: into page-locked memory. non_blocking: do not wait for the copies.
+        Raises: UsageError (an AssertionError) without an optimizer or with offloaded parameters; ValueError for "nvme".
+        """
+        self._check_in_charge("offload_states()")
+        device = OffloadDeviceEnum(device)
+        if device is OffloadDeviceEnum.none:
+            logger.warning("offload_states(device=\"none\") moves nothing")
+            return
+        if device is OffloadDeviceEnum.nvme:
+            raise ValueError("offload_states moves state to host memory; device \"nvme\" is not possible. Use \"cpu\".")
+        if self._parts.optimizer is None or self.plan.offload.shard is not Medium.DEVICE:
+            raise UsageError("offload_states() needs an optimizer and parameters on the device: this engine "
+                             + ("has no optimizer." if self._parts.optimizer is None else "offloads its parameters."))
+        self._parts.coordinator.release_all()
+        self._moved_states.move_away(set(OffloadStateTypeEnum) if include is None else {*map(OffloadStateTypeEnum, include)},
+                                     pin_memory, waits=not non_blocking)
+        get_accelerator().empty_cache()
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` moved. The device's later work waits for it; non_blocking: the host does not."""
+        self._moved_states.bring_back()
+        if not non_blocking:
+            get_accelerator().synchronize()
 
     def empty_partition_cache(self) -> None:
         """Release every gathered parameter and empty the device's cache."""
@@ -400,6 +437,8 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         broadcast_unmanaged(model, self._parts.buckets, self.topology,
                             device=None if dont_change_device else self.device)
         self._reducer, self.loss_scaler = self._parts.reducer, self._parts.scaler
+        if self._parts.optimizer is not None:
+            self._moved_states = MovedStates(self._parts.buckets, self._parts.optimizer)
         self.optimizer = self._parts.optimizer
         if self.optimizer is None and self.plan.shards_parameters:
             self.optimizer = DeepSpeedZeRoOffload(model, self._parts.hooks, self._parts.coordinator)

@@ -236,6 +236,21 @@ class ParamBucket:
         self.hide()
         self.storage.free()
 
+    def hide_whole(self) -> None:
+        """Give the full storage of a bucket that is kept whole back; somebody else keeps its values until `show_whole`."""
+        self.hide()
+        self.storage.is_current = False
+        self.storage.free()
+
+    def show_whole(self, values: torch.Tensor) -> None:
+        """Take full values from host memory into a storage that `hide_whole` gave back, and show them."""
+        self.storage.allocate(self)
+        self.memory.send(values, self.storage.tensor)
+        self.storage.is_current = True
+        self._bind_full()
+        self.state = BucketState.FULL
+        self._tell_watchers()
+
     def evict(self) -> None:
         """Leave the shared slot to another bucket."""
         self.hide()
@@ -418,6 +433,11 @@ class ParamBucket:
             self._close_grad_buffer()
             if self.device.type != "cpu":  # room for the next forward; on a CPU, new pages would cost more than they are worth
                 self._shard_grad = None
+
+    def drop_idle_grad_buffers(self) -> None:
+        """Free gradient buffers that hold no gradient."""
+        if not self.has_grad and not any(self._filled):
+            self._grad_full, self._grad_views, self._shard_grad = None, [], None
 
     @property
     def shows_grads(self) -> bool:

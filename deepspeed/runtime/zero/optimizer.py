@@ -23,6 +23,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.grad_norm import global_grad_norm
 from deepspeed.runtime.policies import Medium
 from deepspeed.runtime.zero.bucket import ParamBucket
+from deepspeed.runtime.zero.disk_store import Shown
 from deepspeed.runtime.zero.layout import ParamSlice
 from deepspeed.runtime.zero.piece import Piece, is_per_element
 from deepspeed.runtime.zero.reducer import GradientReducer
@@ -284,6 +285,17 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
         """Return the rest of the inner optimizer's state by piece: step counts, and tensors of other shapes."""
         return {piece: {key: value for key, value in self.optimizer.state.get(piece.tensor, {}).items()
                         if not is_per_element(value, piece)} for piece in self._pieces}
+
+    def shown_master(self, bucket: ParamBucket) -> list[Shown]:
+        """Return the tensors that are a bucket's master or views of it; the first is all of it."""
+        master = self._masters[bucket]
+        return [Shown(master, 0, master.numel()),
+                *(Shown(piece.tensor, piece.start, piece.stop) for piece in self._pieces_of[bucket])]
+
+    def states_of(self, bucket: ParamBucket) -> list[torch.Tensor]:
+        """Return the inner optimizer's state tensors with one value per element, for this rank's pieces of a bucket."""
+        return [value for piece in self._pieces_of[bucket] for value in self.optimizer.state.get(piece.tensor, {}).values()
+                if is_per_element(value, piece)]
 
     def pieces_of(self, bucket: ParamBucket) -> list[Piece]:
         """Return this rank's pieces of a bucket."""

@@ -24,6 +24,19 @@ class Slot:
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device):
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self.tenant: ParamBucket | None = None
+        self._num_bytes = self.tensor.untyped_storage().nbytes()
+
+    def give_back(self) -> None:
+        """Free the memory until `take_again`. The tenant is idle."""
+        if self.tenant is not None:
+            self.tenant.evict()
+            self.tenant = None
+        self.tensor.untyped_storage().resize_(0)
+
+    def take_again(self) -> None:
+        """Have memory again, with undefined content."""
+        if self.tensor.untyped_storage().nbytes() == 0:
+            self.tensor.untyped_storage().resize_(self._num_bytes)
 
 
 class FullStorage:
@@ -92,6 +105,11 @@ class FullStorage:
         """Another bucket is in use, or on its way, in the slot."""
         tenant = None if self._slot is None else self._slot.tenant
         return tenant is not None and tenant is not bucket and (tenant.is_held or tenant.is_gathering)
+
+    @property
+    def slot(self) -> Slot | None:
+        """The shared buffer in which the tensor lies, if it does."""
+        return self._slot
 
     def free(self) -> None:
         """Give back storage of its own; a slot keeps its bytes until another bucket needs it."""

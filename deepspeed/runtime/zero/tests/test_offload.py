@@ -282,3 +282,56 @@ def test_descriptors_and_buffers_are_given_back(tmp_path: Path) -> None:
     once()
     first = once()
     assert [once() for _ in range(3)] == [first] * 3
+
+
+# offload_states and reload_states
+
+@distributed([1, 2])
+@pytest.mark.parametrize("include", [None, ["optim_states"], ["hp_params", "lp_params"], ["lp_params"], ["lp_grads"]],
+                         ids=lambda include: "all" if include is None else "-".join(include))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage, kind", [(0, "none"), (1, "none"), (2, "state"), (3, "none"), (3, "half")])
+def test_states_go_and_come_back(stage: int, kind: str, precision: str, include: list[str] | None, tmp_path: Path) -> None:
+    blocks = {"bf16": {"enabled": precision == "bf16"}}
+    plain, engine = start(kind, tmp_path, stage, **blocks), start(kind, tmp_path, stage, **blocks)
+    for one in (plain, engine):
+        train(one, 2)
+    for _ in range(2):
+        addresses = {name: value.data_ptr() for name, value in held(engine).items()}
+        engine.offload_states(include)
+        moved = {name for name, value in held(engine).items() if value.data_ptr() != addresses[name]}
+        assert bool(moved) == (include != ["lp_grads"] and not (include == ["optim_states"] and kind == "state"))
+        if include is None or "lp_params" in include:
+            assert all(bucket.storage.tensor.untyped_storage().nbytes() == 0 for bucket in engine._parts.buckets)
+        if moved:
+            with pytest.raises(AssertionError, match="reload_states"):
+                train(engine, 1)
+            with pytest.raises(AssertionError, match="reload_states"):
+                engine.save_checkpoint(str(tmp_path))
+        engine.reload_states()
+        for one in (plain, engine):
+            train(one, 1, seed=4)
+    assert_equal(weights(engine), weights(plain))
+
+
+def held(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor]:
+    """Return tensors that hold state, by name; empty ones have no address to compare."""
+    found = {}
+    for bucket in engine.optimizer.buckets:
+        found[f"shard {bucket.name}"] = bucket.shard
+        found[f"master {bucket.name}"] = engine.optimizer._masters[bucket]
+        found |= {f"state {number} {bucket.name}": value for number, value in enumerate(engine.optimizer.states_of(bucket))}
+    return {name: value for name, value in found.items() if value.numel()}
+
+
+@distributed(1)
+def test_where_states_cannot_go(tmp_path: Path) -> None:
+    engine = start("none", tmp_path)
+    with pytest.raises(ValueError, match="nvme"):
+        engine.offload_states(device="nvme")
+    engine.offload_states(device="none")
+    train(engine, 1)
+    with pytest.raises(AssertionError, match="offloads its parameters"):
+        start("both", tmp_path).offload_states()
+    with pytest.raises(AssertionError, match="has no optimizer"):
+        start("none", tmp_path, make=lambda groups: None).offload_states()
