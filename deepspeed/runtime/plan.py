@@ -148,9 +148,9 @@ def _offload_rows(offload: OffloadPlan) -> list[tuple[str, str]]:
     rows = []
     if offload.state is not Medium.DEVICE:
         part = "" if offload.ratio == 1.0 else f", {offload.ratio:.0%} of the elements"
-        rows.append(("optimizer state", f"in {offload.state.value}{part}"))
+        rows.append(("optimizer state", f"{offload.state.value}{part}"))
     if offload.shard is not Medium.DEVICE:
-        rows.append(("sharded parameters", f"in {offload.shard.value} between uses"))
+        rows.append(("sharded parameters", f"{offload.shard.value} between uses"))
     return rows
 
 

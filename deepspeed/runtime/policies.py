@@ -36,9 +36,9 @@ class Residency:
 class Medium(Enum):
     """Where bytes rest between uses."""
 
-    DEVICE = "device"
-    HOST = "host memory"
-    DISK = "disk"
+    DEVICE = "on the device"
+    HOST = "in host memory"
+    DISK = "on a disk"
 
 
 @dataclass(frozen=True)

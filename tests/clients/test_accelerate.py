@@ -114,6 +114,24 @@ def test_a_training_loop_matches_the_same_loop_without_deepspeed(stage, world, k
     assert_equal_tensors(weights, expected, 2e-5)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("nvme", marks=pytest.mark.slow_clients)])
+def test_offloading_by_the_plugin(device, tmp_path):
+    """accelerate puts DeepSpeedCPUAdam in the place of the script's AdamW."""
+    losses, _, weights = run_distributed(offloaded_loop, 2, device, str(tmp_path), timeout=TIMEOUT)[0]
+    expected_losses, _, expected = plain("adamw")
+    assert losses == pytest.approx(expected_losses, abs=2e-5)
+    assert_equal_tensors(weights, expected, 2e-5)
+
+
+def offloaded_loop(device: str, folder: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    with fresh_clients():
+        plugin = plugin_of(3, offload_optimizer_device=device, offload_param_device=device, offload_optimizer_nvme_path=folder,
+                           offload_param_nvme_path=folder)
+        training = Training(3, "adamw", plugin)
+        losses = training.run() + training.run()
+        return losses, training.scheduler.get_last_lr(), training.weights()
+
+
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow_clients), 2, 3])
 def test_saved_state_continues_as_if_never_stopped(stage, tmp_path):
     """Through accelerate's `save_state` and `load_state`, with a registered object and its own random states."""

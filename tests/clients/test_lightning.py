@@ -67,11 +67,15 @@ class Body(nn.Module):
 
 
 def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
-    """Return "adamw" or "sgd" with two groups, of weights and of the rest."""
+    """Return "adamw", "cpu adam" or "sgd" with two groups, of weights and of the rest."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
               {"params": [p for p in parameters if p.dim() <= 1], "lr": 3e-2}]
-    return torch.optim.AdamW(groups, lr=1e-2) if name == "adamw" else torch.optim.SGD(groups, lr=5e-2, momentum=0.9)
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=5e-2, momentum=0.9)
+    return (torch.optim.AdamW if name == "adamw" else DeepSpeedCPUAdam)(groups, lr=1e-2, weight_decay=1e-2)
 
 
 @functools.cache
@@ -284,6 +288,15 @@ def test_kinds_of_modules(stage, module, tmp_path):
 @pytest.mark.slow_clients
 def test_model_built_for_a_remote_device(tmp_path):
     assert_same(run(2, as_strategy(stage=3, remote_device="cpu"), tmp_path, {"late": True}), plain())
+
+
+@pytest.mark.parametrize("stage, options", [
+    slow(2, {"offload_optimizer": True}), (3, {"offload_optimizer": True, "offload_parameters": True}),
+    slow(3, {"offload_optimizer": True, "offload_parameters": True, "offload_optimizer_device": "nvme",
+             "offload_params_device": "nvme"})], ids=["2-state", "3", "3-nvme"])
+def test_offloading(stage, options, tmp_path):
+    strategy = as_strategy(stage=stage, nvme_path=str(tmp_path), **options)
+    assert_same(run(2, strategy, tmp_path, {"optimizer": "cpu adam"}), plain())
 
 
 def engine_losses(config: dict[str, Any], dtype: torch.dtype, casts: bool) -> list[float]:

@@ -80,6 +80,17 @@ def test_trainer_with_its_own_optimizer_matches_training_without_deepspeed(stage
                 plain(gradient_accumulation_steps=2))
 
 
+@pytest.mark.parametrize("stage, state, parameters", [
+    pytest.param(2, "cpu", "none", marks=pytest.mark.slow_clients), (3, "cpu", "cpu"),
+    pytest.param(3, "nvme", "nvme", marks=pytest.mark.slow_clients)])
+def test_offloading_with_auto_values(stage, state, parameters, tmp_path):
+    config = trainer_config(stage)
+    for block, device in (("offload_optimizer", state), ("offload_param", parameters)):
+        config["zero_optimization"][block] = {"device": device, "pin_memory": True, "nvme_path": str(tmp_path)}
+    offloaded = run(2, config, tmp_path, max_steps=4, warmup_steps=2, lr_scheduler_type="linear")
+    assert_same(offloaded, run_distributed(train_by_hand, 1, timeout=TIMEOUT)[0])
+
+
 @pytest.mark.slow_clients
 @pytest.mark.parametrize("stage", range(4))
 def test_sgd_with_momentum(stage, tmp_path):

@@ -134,7 +134,8 @@ class GatheredParameters:
             return True
         if not home.bucket.is_sharded:
             return not _have_same_bits(data.reshape(-1), self._before[home].reshape(-1))
-        own = home.local.to(data.dtype)
+        with home.bucket.shard_opened():
+            own = home.local.to(data.device, data.dtype, copy=True)
         return not (_have_same_bits(home.cut(data), own) and torch.equal(_sum_of_bits(data), self._before[home]))
 
     @staticmethod

@@ -124,6 +124,8 @@ def test_the_user_api_sees_no_difference(kind: str, precision: str, tmp_path: Pa
         found["local"] = safe_get_local_fp32_param(up)
         safe_set_full_fp32_param(embedding, torch.full(embedding.shape, 0.25))
         safe_set_full_optimizer_state(up, torch.full(up.shape, 0.5), "exp_avg")
+        with deepspeed.zero.GatheredParameters([up]):
+            found["read"] = up.detach().clone()
         with deepspeed.zero.GatheredParameters([one.module.blocks[0].down.weight], modifier_rank=1):
             if deepspeed.comm.get_rank() == 1:
                 one.module.blocks[0].down.weight.data.fill_(0.125)
@@ -202,6 +204,7 @@ def test_little_memory_stands_in_for_much_disk(tmp_path: Path) -> None:
     engine = start("disk", tmp_path)
     train(engine, 3)
     states, shards = engine.optimizer._states, engine._parts.buckets[0]._disk
+    assert {tuple(arrays) for arrays in states._arrays.values() if arrays["fp32"].numel} == {("fp32", "exp_avg", "exp_avg_sq")}
     for store, total in ((states._store, states._store._file._end), (shards, shards._file._end)):
         assert store._allocated_bytes <= store.capacity_bytes < total / 2
     assert os.listdir(tmp_path / "zero_params") == os.listdir(tmp_path / "zero_optimizer") == []
