@@ -56,6 +56,10 @@ def compile_blocks(model: nn.Module, options: Mapping[str, Any], *, granularity_
     if moves_parameters and _records_graphs(options):
         raise UsageError("engine.compile: CUDA graphs replay with fixed addresses of parameters, and ZeRO stage 3 gathers them "
                          "elsewhere in the first steps. Use mode=\"max-autotune-no-cudagraphs\", or stage 0, 1 or 2.")
+    if not _can_compile(model):
+        logger.warning("engine.compile: %s is compiled as a whole already, so that its blocks are left as they are",
+                       type(model).__name__)
+        return []
     blocks = [module for module in _units(model, granularity_threshold) if _can_compile(module)]
     _allow_variants(len(blocks))
     for block in blocks:

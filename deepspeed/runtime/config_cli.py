@@ -40,14 +40,15 @@ def _parser() -> argparse.ArgumentParser:
     show.set_defaults(command=_show)
     for command in (check, show):
         command.add_argument("file", help="JSON or hjson file")
-        command.add_argument("--world-size", type=_rank_count, default=1, metavar="N",
+        command.add_argument("--world-size", type=rank_count, default=1, metavar="N",
                              help="number of ranks of the job (default 1)")
     schema = commands.add_parser("schema", help="print the JSON Schema of configuration files")
     schema.set_defaults(command=_schema)
     return parser
 
 
-def _rank_count(text: str) -> int:
+def rank_count(text: str) -> int:
+    """Returns the number of ranks that an argument of a command line says."""
     count = int(text)
     if count < 1:
         raise argparse.ArgumentTypeError(f"{text} (expected a positive number of ranks)")

@@ -11,19 +11,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from deepspeed.ops.adam import FusedAdam
-from deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.runtime.optimizers import is_elementwise
 from deepspeed.runtime.plan import Plan
 from deepspeed.runtime.policies import BucketDtypes, Medium, Placement
 from deepspeed.runtime.zero.grouping import BucketSpec
 from deepspeed.runtime.zero.layout import ShardLayout, cut_by_bucket
 from deepspeed.runtime.zero.reducer import MAX_REDUCTIONS_IN_FLIGHT
+from deepspeed.runtime.zero.update import ADAM_CLASSES
 
 WEIGHTS, MASTERS, STATE, GRADIENTS = "weights", "masters", "optimizer state", "gradients"
 STAGING, GATHERED, UPDATE, ACTIVATIONS = "gradient staging", "gathered weights", "update", "activations"
@@ -31,10 +33,9 @@ CATEGORIES = (STATE, MASTERS, WEIGHTS, GRADIENTS, GATHERED, STAGING, UPDATE, ACT
 
 # Tensors of one value per element, in the master's dtype, that an optimizer keeps. Those not listed: see `state_values`.
 _STATE_VALUES: dict[type[torch.optim.Optimizer], int] = {
-    FusedAdam: 2, DeepSpeedCPUAdam: 2, torch.optim.Adam: 2, torch.optim.AdamW: 2, torch.optim.NAdam: 2, torch.optim.RAdam: 2,
+    FusedAdam: 2, DeepSpeedCPUAdam: 2, DeepSpeedCPUAdagrad: 1, FusedLion: 1, DeepSpeedCPULion: 1, torch.optim.Adam: 2, torch.optim.AdamW: 2, torch.optim.NAdam: 2, torch.optim.RAdam: 2,
     torch.optim.Adamax: 2, torch.optim.Adadelta: 2, torch.optim.Rprop: 2, torch.optim.Adagrad: 1, torch.optim.ASGD: 1,
     torch.optim.RMSprop: 1, torch.optim.SGD: 0}
-_ADAMS = (FusedAdam, DeepSpeedCPUAdam, torch.optim.Adam, torch.optim.AdamW)
 ASSUMED_STATE_VALUES = 2
 
 
@@ -118,7 +119,7 @@ class MemoryPlan:
     host: Counter[str]
     disk: Counter[str]
     moments: tuple[Moment, ...]
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def peak(self) -> Moment:
@@ -148,12 +149,11 @@ def bucket_sizes(specs: Sequence[BucketSpec], plan: Plan, rank: int, *, is_flat:
 
 def step_policy(plan: Plan, optimizer: torch.optim.Optimizer | None, is_gpu: bool) -> StepPolicy:
     """Return what a step of this plan with this optimizer does."""
-    is_adam = type(optimizer) in _ADAMS
     return StepPolicy(
         state_values=0 if optimizer is None else state_values(optimizer), releases_gradients=is_gpu,
         prefetch_depth=0 if plan.fetch_limits.prefetch_numel == 0 else plan.fetch_limits.prefetch_depth,
         accumulates=plan.gradient_accumulation_steps > 1, overlaps=plan.overlaps, update_numel=plan.update_numel,
-        updates_in_one_pass=is_adam and (is_gpu or isinstance(optimizer, DeepSpeedCPUAdam)))
+        updates_in_one_pass=is_gpu and type(optimizer) in ADAM_CLASSES)
 
 
 def state_values(optimizer: torch.optim.Optimizer) -> int:
@@ -279,7 +279,7 @@ class _Step:
         self._cursor = 0
         self._in_flight: list[int] = []
 
-    # ---- what lies still -------------------------------------------------------------------------------------------------
+    # ---- what lies still ---------------------------------------------------------------------------------------------
 
     def _fixed_bytes(self, whole_bytes: int) -> Counter[str]:
         fixed = self._resting(Medium.DEVICE)
@@ -299,17 +299,15 @@ class _Step:
             place, dtypes = bucket.placement, bucket.dtypes
             if bucket.is_sharded and place.shard is medium and not _is_its_own_master(bucket):
                 total[WEIGHTS] += bucket.shard_numel * dtypes.param.itemsize
-            if not bucket.is_trainable or place.state is not medium and not (medium is Medium.HOST):
-                continue
-            if place.state is medium:
+            if bucket.is_trainable and place.state is medium:
+                total[STATE] += self._policy.state_values * bucket.state_numel * dtypes.master.itemsize
                 if _has_master(bucket):
                     total[MASTERS] += bucket.shard_numel * dtypes.master.itemsize
-                total[STATE] += self._policy.state_values * bucket.state_numel * dtypes.master.itemsize
-            if medium is Medium.HOST and place.state is not Medium.DEVICE:
-                total[GRADIENTS] += bucket.gradient_bytes
+            if bucket.is_trainable and medium is Medium.HOST and place.state is not Medium.DEVICE:
+                total[GRADIENTS] += bucket.gradient_bytes  # also where the state is on a disk
         return total
 
-    # ---- what comes and goes -----------------------------------------------------------------------------------------------
+    # ---- what comes and goes -----------------------------------------------------------------------------------------
 
     def _gathered_bytes(self, position: int) -> int:
         """Return the full tensors that have storage of their own at a segment: those in use and those gathered ahead."""

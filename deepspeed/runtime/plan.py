@@ -36,6 +36,7 @@ AUTOCAST_LABEL = "autocast"
 
 # Keys that are accepted and change nothing here, with the reason; `ds_config show` prints it.
 KEYS_WITHOUT_EFFECT = {
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": "belongs to super_offload",
     "zero_optimization.offload_optimizer.fast_init": "the first state is always written a bucket at a time",
     "zero_optimization.contiguous_gradients": "gradients of a bucket are always contiguous",
     "zero_optimization.allgather_bucket_size": "a gather is one bucket: a transformer block, or what stands around the blocks",
@@ -256,21 +257,24 @@ def offload_plan(config: DeepSpeedConfig, stage: int) -> OffloadPlan:
     if stage < 3:
         shard = Medium.DEVICE
         state = Medium.HOST if state is Medium.DISK else state
-    def given(block: str, key: str) -> int | None:
-        return getattr(getattr(zero, block), key) if config.is_set(f"zero_optimization.{block}.{key}") else None
-
     aio = Settings(config.aio.block_size, config.aio.queue_depth, config.aio.single_submit, config.aio.overlap_events,
                    config.aio.intra_op_parallelism)
+
+    def is_set(key: str) -> bool:
+        return config.is_set(f"zero_optimization.{key}")
+
     state_disk = shard_disk = None
     if state is Medium.DISK:
         block = zero.offload_optimizer
-        reads, writes = (given("offload_optimizer", key) is not False for key in ("pipeline_read", "pipeline_write"))
-        state_disk = DiskPlan(Path(block.nvme_path) / "zero_optimizer", aio, depth=1 + reads + writes,
-                              buffer_count=given("offload_optimizer", "buffer_count"))
+        reads_ahead = block.pipeline_read or not is_set("offload_optimizer.pipeline_read")
+        writes_behind = block.pipeline_write or not is_set("offload_optimizer.pipeline_write")
+        state_disk = DiskPlan(Path(block.nvme_path) / "zero_optimizer", aio, depth=1 + reads_ahead + writes_behind,
+                              buffer_count=block.buffer_count if is_set("offload_optimizer.buffer_count") else None)
     if shard is Medium.DISK:
         block = zero.offload_param
-        shard_disk = DiskPlan(Path(block.nvme_path) / "zero_params", aio, buffer_count=given("offload_param", "buffer_count"),
-                              buffer_numel=given("offload_param", "buffer_size"), memory_numel=block.max_in_cpu)
+        shard_disk = DiskPlan(Path(block.nvme_path) / "zero_params", aio, memory_numel=block.max_in_cpu,
+                              buffer_count=block.buffer_count if is_set("offload_param.buffer_count") else None,
+                              buffer_numel=block.buffer_size if is_set("offload_param.buffer_size") else None)
     return OffloadPlan(
         state, shard, state_disk=state_disk, shard_disk=shard_disk, threads=_host_threads(),
         ratio=zero.offload_optimizer.ratio if zero.offload_optimizer else 1.0,

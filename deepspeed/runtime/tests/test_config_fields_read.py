@@ -13,13 +13,11 @@ from deepspeed.runtime.unavailable import UNAVAILABLE
 
 PACKAGE = Path(deepspeed.__file__).parent
 
-# Blocks of which every switch is in the table of missing features; their further keys come with the feature (aio with
-# offloading).
+# Blocks of which every switch is in the table of missing features; their further keys come with the feature.
 MISSING_BLOCKS = {row.path.split(".")[0] for row in UNAVAILABLE} - {
-    "zero_optimization", "fp16", "bf16", "optimizer", "checkpoint", "tensor_parallel"}
-MISSING_INNER_BLOCKS = ("zero_optimization.offload_param", "zero_optimization.offload_optimizer",
-                        "zero_optimization.zenflow", "zero_optimization.zeropp_loco_param", "checkpoint.writer",
-                        "quantize_training", "aio")
+    "zero_optimization", "fp16", "bf16", "optimizer", "checkpoint", "tensor_parallel", "aio"}
+MISSING_INNER_BLOCKS = ("zero_optimization.zenflow", "zero_optimization.zeropp_loco_param", "checkpoint.writer",
+                        "quantize_training")
 
 WITHOUT_READER = {
     "data_types.param_dtype": "compared with fp16 and bf16 when the configuration is read",
