@@ -6,6 +6,7 @@ on whatever device `DEVICE` names, so that a machine without a GPU can try them 
 from __future__ import annotations
 
 import functools
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,10 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.nn import functional
 
 import deepspeed
 from deepspeed.runtime.tests.keystone import engine_run, full_masters, make_config
+from tests.support.memory import held_storages
 from tests.support.models import VOCABULARY, AwkwardModel, param_groups
 from tests.support.reference import (
     OptimizerFactory, Precision, StepState, adamw, differences, rank_batches, reference_run, sgd, tolerance_for,
@@ -136,6 +139,70 @@ def overflow_case(stage: int) -> list[str]:
                     for name, value in worst.items() if not value <= limit]
 
 
+def steady_case(stage: int) -> list[str]:
+    """Between step 5 and step 50 torch's allocator asks the device for nothing, and the peak does not rise."""
+    model = WideModel()
+    config = make_config(PRECISIONS["bf16-sums"], stage, 1, clip=1.0, zero=DEFAULT_SIZES)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(param_groups(model)), config=config)
+    data = rank_batches(dist.get_world_size(), dist.get_rank(), 50, 1)
+    counts = []
+    for step, (ids, targets) in enumerate(data):
+        engine.backward(engine(ids, targets))
+        engine.step()
+        if step in (4, 49):
+            counts.append(_allocator_counts(engine))
+    engine.destroy()
+    return [f"{key} was {counts[0][key]} after 5 steps and is {counts[1][key]} after 50"
+            for key in counts[0] if counts[0][key] != counts[1][key]]
+
+
+def _allocator_counts(engine: deepspeed.DeepSpeedEngine) -> dict[str, int]:
+    if DEVICE == "cpu":
+        return {"bytes held": sum(held_storages(engine).values())}
+    torch.cuda.synchronize()
+    stats = torch.cuda.memory_stats()
+    return {key: stats[key] for key in ("num_device_alloc", "num_device_free", "num_alloc_retries",
+                                        "reserved_bytes.all.peak", "allocated_bytes.all.peak")}
+
+
+def compiled_case(stage: int) -> list[str]:
+    """Compiled blocks train like eager ones; nothing is compiled after the second step, and no graph is cut."""
+    losses: list[list[float]] = []
+    graphs: list[int] = []
+    for is_compiled in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        model = WideModel()
+        config = make_config(PRECISIONS["bf16-sums"], stage, 1, zero=DEFAULT_SIZES)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=sgd(param_groups(model)), config=config)
+        if is_compiled:
+            engine.compile()
+        losses.append([])
+        for ids, targets in rank_batches(dist.get_world_size(), dist.get_rank(), 6, 1):
+            loss = engine(ids, targets)
+            engine.backward(loss)
+            engine.step()
+            losses[-1].append(loss.item())
+            graphs.append(counters["stats"]["unique_graphs"])
+        engine.destroy()
+    found = [f"step {step}: the loss is {ours}, eagerly {theirs}" for step, (theirs, ours) in enumerate(zip(*losses))
+             if not abs(ours - theirs) <= 2e-2 * abs(theirs)]
+    if graphs[-6:] != [graphs[-1]] * 6 or graphs[-1] != 1:
+        found.append(f"graphs after each step: {graphs[-6:]}, expected one")
+    return found + [f"a graph was cut: {why}" for why in counters["graph_break"]]
+
+
+def offloads(stage: int) -> dict[str, dict[str, Any]]:
+    """Return zero_optimization blocks that bring state and parameters elsewhere."""
+    host = {"device": "cpu"}
+    disk = {"device": "nvme", "nvme_path": tempfile.gettempdir(), "max_in_cpu": 0}
+    state_disk = {key: disk[key] for key in ("device", "nvme_path")}
+    at_stage_3 = {"half": {"offload_optimizer": {**host, "ratio": 0.5}}, "params": {"offload_param": host},
+                  "both": {"offload_optimizer": host, "offload_param": host},
+                  "disk": {"offload_optimizer": state_disk, "offload_param": disk}}
+    return ({} if stage == 0 else {"state": {"offload_optimizer": host}}) | (at_stage_3 if stage == 3 else {})
+
+
 def make_cases() -> dict[str, Case]:
     cases: dict[str, Case] = {}
     for stage in STAGES:
@@ -145,6 +212,13 @@ def make_cases() -> dict[str, Case]:
                     name = f"stage{stage}-{precision}-gas{gas}-{loop}"
                     cases[name] = functools.partial(training_case, stage, precision, gas, loop)
         cases[f"stage{stage}-overflow"] = functools.partial(overflow_case, stage)
+        cases[f"stage{stage}-steady"] = functools.partial(steady_case, stage)
+        cases[f"stage{stage}-compiled"] = functools.partial(compiled_case, stage)
+        for name, zero in offloads(stage).items():
+            for precision, model in (("fp32", WideModel), ("bf16", AwkwardOnDevice), ("fp16", AwkwardOnDevice)):
+                for gas in (1, 3):
+                    cases[f"stage{stage}-{precision}-gas{gas}-{name}-offloaded"] = functools.partial(
+                        training_case, stage, precision, gas, "engine", model, zero)
         cases[f"stage{stage}-wide"] = functools.partial(training_case, stage, "fp32", 3, "engine", WideModel)
         cases[f"stage{stage}-wide-defaults"] = functools.partial(
             training_case, stage, "fp32", 1, "plain", WideModel, DEFAULT_SIZES)

@@ -25,9 +25,9 @@ def check_buffer(buffer: object, method: str) -> None:
 
 
 def check_target(target: object, method: str) -> str | int:
-    """Return a path as text, or an open descriptor. Raises: UsageError."""
+    """Return an absolute path, since files are opened later, or an open descriptor. Raises: UsageError."""
     if isinstance(target, (str, os.PathLike)) and "\0" not in os.fspath(target):
-        return os.fspath(target)
+        return os.path.abspath(target)
     if isinstance(target, int) and not isinstance(target, bool) and target >= 0:
         return target
     raise UsageError(f"aio_handle.{method}: {target!r} is neither a path nor an open file descriptor")

@@ -90,7 +90,7 @@ class NativeTransfer:
     """An operation of the library; freed when this object is."""
 
     def __init__(self, library: ctypes.CDLL, operation: int) -> None:
-        self._library, self._operation = library, operation
+        self._library, self._operation, self._process = library, operation, os.getpid()
 
     def join(self) -> Outcome:
         while not self._library.ds_aio_wait(self._operation, WAIT_MILLISECONDS):
@@ -102,4 +102,6 @@ class NativeTransfer:
                        bool(result.is_without_direct))
 
     def __del__(self) -> None:
-        self._library.ds_aio_free(self._operation)
+        # After a fork the copy in the child may be locked for ever.
+        if os.getpid() == self._process:
+            self._library.ds_aio_free(self._operation)

@@ -19,7 +19,7 @@ def make_config(precision: Precision, stage: int, gas: int, *, clip: float = 0.0
     """Return a configuration with many small buckets and, at stage 3, no persistent parameters."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": gas, "gradient_clipping": clip,
-        "zero_allow_untested_optimizer": True, "steps_per_print": None,
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": None,
         "communication_data_type": NAMES[precision.reduce_dtype],
         "data_types": {"grad_accum_dtype": NAMES[precision.accumulation_dtype]},
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 1, "stage3_param_persistence_threshold": 0,

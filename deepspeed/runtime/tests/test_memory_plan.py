@@ -11,7 +11,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.runtime.activation_memory import measure_segments
-from deepspeed.runtime.memory_plan import Segment, plan_memory
+from deepspeed.runtime.memory_plan import _STATE_VALUES, Segment, plan_memory, state_values
 from deepspeed.runtime.parts import plan_specs
 from tests.support.memory import held_storages
 from tests.support.models import AwkwardModel, batches, param_groups
@@ -34,6 +34,20 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = torch.tanh(block(x))
         return self.last(x).square().mean()
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"amsgrad": True}, {"centered": True}], ids=str)
+@pytest.mark.parametrize("kind", _STATE_VALUES, ids=lambda kind: kind.__name__)
+def test_values_per_element(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+    parameter = nn.Parameter(torch.ones(8))
+    try:
+        optimizer = kind([parameter], **options)
+    except (TypeError, NotImplementedError, RuntimeError, ValueError):
+        pytest.skip("has no such option")
+    parameter.grad = torch.ones(8)
+    optimizer.step()
+    kept = [value for value in optimizer.state[parameter].values() if torch.is_tensor(value) and value.numel() == 8]
+    assert state_values(optimizer) == len(kept)
 
 
 def config(stage: int, precision: str, gas: int, **zero: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import subprocess
 import sys
 import textwrap
@@ -39,6 +40,21 @@ def test_500_operations(engine, tmp_path):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_files_are_not_all_open_at_a_time(engine, tmp_path):
+    handle = AioHandle(4096, 1500, engine=engine)
+    gc.collect()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 560, hard))
+    tensors = [numbered(number, 1500) for number in range(1000)]  # whole and partial pages: two descriptors each
+    try:
+        handle.async_pwrite(torch.zeros(16 * 2**20), str(tmp_path / "large"))  # meanwhile the others queue up
+        for number, tensor in enumerate(tensors):
+            handle.async_pwrite(tensor, str(tmp_path / f"{number}"))
+        assert handle.wait() == 1001
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_operations_share_a_file(engine, tmp_path):
     path = str(tmp_path / "file")
     handle = AioHandle(4096, 16, overlap_events=True, intra_op_parallelism=3, engine=engine)
@@ -49,6 +65,17 @@ def test_operations_share_a_file(engine, tmp_path):
     whole = torch.zeros(200 * 777, dtype=torch.int32)
     handle.sync_pread(whole, path)
     assert torch.equal(whole, torch.cat(pieces))
+
+
+def test_a_relative_path_is_that_of_the_call(engine, tmp_path, monkeypatch):
+    (tmp_path / "later").mkdir()
+    handle = AioHandle(4096, 1, engine=engine)
+    monkeypatch.chdir(tmp_path)
+    for number in range(50):
+        handle.async_pwrite(numbered(number), f"{number}")
+    monkeypatch.chdir(tmp_path / "later")
+    assert handle.wait() == 50
+    assert os.listdir(tmp_path / "later") == [] and len(os.listdir(tmp_path)) == 51
 
 
 def test_memory_is_kept_until_wait_and_no_longer(engine, tmp_path):
