@@ -8,6 +8,7 @@ the same text, and the memory that each takes. On a machine without GPUs the two
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -37,6 +38,7 @@ PROMPTS = (b"import ", b"def main(", b"class Reader:", b"for line in ")
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rest", choices=["device", "cpu", "nvme"], default="device", help="where the shares rest")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=12, help="tokens to generate")
@@ -75,7 +77,7 @@ def main() -> int:
     deepspeed.init_distributed()
     rank = deepspeed.comm.get_rank()
     report = Report(rank)
-    folder = str(args.out / "model")
+    folder, config = str(args.out / "model"), make_config(args)
     if rank == 0:
         numel = save_model(args, folder)
         report.say(f"{numel / 1e6:.0f} M parameters, {2 * numel / 1e6:.0f} MB in bf16, "
@@ -87,7 +89,7 @@ def main() -> int:
 
     memory = PeakMemory()
     engines: list[deepspeed.DeepSpeedEngine] = []
-    report.run("load: rank 0 reads the file, each rank keeps its share", memory, lambda: engines.append(load_engine(folder)))
+    report.run("load: rank 0 reads the file, each rank keeps its share", memory, lambda: engines.append(load_engine(folder, config)))
     engine, = engines
     prompt = torch.tensor([list(PROMPTS[rank % len(PROMPTS)])], device=engine.device)
     options = {"max_new_tokens": args.tokens, "do_sample": False, "attention_mask": torch.ones_like(prompt), "pad_token_id": 0}
@@ -122,9 +124,16 @@ def warm_up() -> None:
     LlamaForCausalLM(config).to(torch.bfloat16).generate(torch.tensor([[1, 2]]), max_new_tokens=2, pad_token_id=0)
 
 
-def load_engine(folder: str) -> deepspeed.DeepSpeedEngine:
+def make_config(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the configuration in ds_config.json, with the shares where `--rest` says."""
+    config = json.loads((HERE / "ds_config.json").read_text())
+    if args.rest != "device":  # max_in_cpu: nothing is kept in memory that the disk has
+        config["zero_optimization"]["offload_param"] = {"device": args.rest, "nvme_path": str(args.out / "swap"), "max_in_cpu": 0}
+    return config
+
+
+def load_engine(folder: str, config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
     """Return an engine without an optimizer. Rank 0 reads the file into host memory; no device ever holds the whole model."""
-    config = str(HERE / "ds_config.json")
     sharding = HfDeepSpeedConfig(config)  # from_pretrained shards each weight as it is read while this object lives
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     engine, *_ = deepspeed.initialize(model=model, config=config)

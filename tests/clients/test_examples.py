@@ -88,6 +88,13 @@ def test_zero_inference(tmp_path):
     assert streamed < layerwise < gathered  # MB
 
 
+@pytest.mark.slow_clients
+@pytest.mark.parametrize("rest", ["cpu", "nvme"])
+def test_zero_inference_with_shares_elsewhere(rest, tmp_path):
+    command = "deepspeed --num_gpus 2 examples/zero_inference/infer.py --layers 8 --tokens 4"
+    assert "all ways gave the same text" in start(f"{command} --rest {rest}", tmp_path)
+
+
 @distributed(2, timeout=TIMEOUT)
 def test_evaluation_with_a_training_configuration(tmp_path):
     """Trainer takes the optimizer out of the configuration, and leaves the scheduler in it."""
