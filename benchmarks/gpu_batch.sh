@@ -48,7 +48,7 @@ describe() {
 
 seconds_left() { echo $((budget_seconds - SECONDS)); }
 
-# run LABEL LIMIT_SECONDS ARGUMENTS...: one training run, if there is time for it
+# run LABEL LIMIT_SECONDS ARGUMENTS...: one training run (or $script), if there is time for it
 run() {
   local label=$1 limit=$2
   shift 2
@@ -59,7 +59,7 @@ run() {
   port=$((port + 1))
   # static rendezvous on the loopback address: no host name has to be resolved
   timeout --kill-after=10 "$limit" "$python" -m torch.distributed.run --nnodes 1 --nproc-per-node "$gpus" \
-    --master-addr 127.0.0.1 --master-port "$port" benchmarks/train_gpt.py --label "$label" "$@" \
+    --master-addr 127.0.0.1 --master-port "$port" "${script:-benchmarks/train_gpt.py}" --label "$label" "$@" \
     >"$out/last_run.log" 2>&1
   local status=$?
   { echo "==== $label: exit code $status"; cat "$out/last_run.log"; } >>"$out/runs.log"
@@ -100,6 +100,9 @@ for size in $sizes; do
     7b)
       run fsdp2-reshard-7b 100 --engine fsdp2 --stage 3 --size 7b --mbs 4 "${quick[@]}"
       run ds-z3-7b 100 --engine ds --stage 3 --size 7b --mbs 4 "${quick[@]}"
+      run ds-z3-7b-compiled 130 --engine ds --stage 3 --size 7b --mbs 4 --compile "${quick[@]}"
+      script=benchmarks/startup.py run ds-startup-7b 75 --engine ds --size 7b --first-step
+      script=benchmarks/startup.py run fsdp2-startup-7b 75 --engine fsdp2 --size 7b
       ;;
     *)
       run "ds-z3-$size" 100 --engine ds --stage 3 --size "$size" --mbs 4 "${quick[@]}"

@@ -102,7 +102,7 @@ def build_model(arguments: argparse.Namespace) -> GPT:
     """Return the model on the default device, with the same weights for every engine and rank."""
     torch.manual_seed(0)
     model = GPT(SHAPES[arguments.size], arguments.vocab, arguments.seq, arguments.checkpointing)
-    if arguments.compile:
+    if arguments.compile and arguments.engine != "ds":
         for block in model.blocks:
             block.compile()
     return model
@@ -120,6 +120,8 @@ def make_ds(arguments: argparse.Namespace, device: torch.device) -> tuple[nn.Mod
         with device:
             model = build_model(arguments)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    if arguments.compile:
+        engine.compile()
 
     def micro_step(ids: Tensor, targets: Tensor, ends_step: bool) -> Tensor:
         loss = engine(ids, targets)

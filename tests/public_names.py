@@ -336,7 +336,12 @@ PUBLIC_NAMES: dict[str, tuple[str, ...]] = {
         "estimate_zero3_model_states_mem_needs_all_cold",
     ),
     "deepspeed.ops": ("__compatible_ops__",),
-    "deepspeed.ops.adam": ("FusedAdam",),
+    "deepspeed.ops.aio": ("AsyncIOBuilder",),
+    "deepspeed.ops.gds": ("GDSBuilder",),
+    "deepspeed.nvme": ("sweep_main", "parse_sweep_arguments", "generate_main", "ds_io_main"),
+    "deepspeed.ops.adagrad": ("DeepSpeedCPUAdagrad",),
+    "deepspeed.ops.adam": ("DeepSpeedCPUAdam", "FusedAdam"),
+    "deepspeed.ops.lion": ("DeepSpeedCPULion", "FusedLion"),
     "deepspeed.ops.op_builder": ("ALL_OPS", "OpBuilder", "CUDAOpBuilder", "FusedAdamBuilder", "CPUAdamBuilder"),
     "deepspeed.launcher.runner": (
         "DEEPSPEED_ENVIRONMENT_NAME",
@@ -386,6 +391,29 @@ PUBLIC_NAMES: dict[str, tuple[str, ...]] = {
 
 # "module:class" -> members that the class itself has.
 PUBLIC_MEMBERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("deepspeed.ops.aio.handle:AioHandle", "deepspeed.ops.gds.handle:GdsHandle"),
+        (
+            "get_block_size",
+            "get_queue_depth",
+            "get_single_submit",
+            "get_overlap_events",
+            "get_intra_op_parallelism",
+            "get_alignment",
+            "read",
+            "write",
+            "pread",
+            "pwrite",
+            "sync_pread",
+            "sync_pwrite",
+            "async_pread",
+            "async_pwrite",
+            "wait",
+            "new_cpu_locked_tensor",
+            "free_cpu_locked_tensor",
+            "is_pinned",
+        ),
+    ),
     "deepspeed.runtime.engine:DeepSpeedEngine": (
         "forward",
         "backward",
@@ -567,6 +595,30 @@ PUBLIC_MEMBERS: dict[str, tuple[str, ...]] = {
 
 # Parameters that callers pass by name; more may follow.
 PUBLIC_PARAMETERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("deepspeed.ops.aio.handle:AioHandle", "deepspeed.ops.gds.handle:GdsHandle"),
+        ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism"),
+    ),
+    **dict.fromkeys(
+        ("deepspeed.ops.aio.handle:AioHandle.read", "deepspeed.ops.aio.handle:AioHandle.write"),
+        ("buffer", "filename", "validate", "file_offset"),
+    ),
+    **dict.fromkeys(
+        (f"deepspeed.ops.aio.handle:AioHandle.{name}" for name in ("sync_pread", "sync_pwrite", "async_pread")),
+        ("buffer", "filename", "file_offset"),
+    ),
+    "deepspeed.ops.aio.handle:AioHandle.async_pwrite": ("buffer", "filename_or_fd", "file_offset"),
+    "deepspeed.ops.aio.handle:AioHandle.new_cpu_locked_tensor": ("num_elem", "example_tensor"),
+    "deepspeed.ops.aio.functions:aio_read": (
+        "buffer",
+        "filename",
+        "block_size",
+        "queue_depth",
+        "single_submit",
+        "overlap_events",
+        "validate",
+    ),
+    "deepspeed.ops.aio.functions:deepspeed_memcpy": ("dest", "src"),
     "deepspeed:initialize": (
         "args",
         "model",

@@ -33,9 +33,9 @@ CATEGORIES = (STATE, MASTERS, WEIGHTS, GRADIENTS, GATHERED, STAGING, UPDATE, ACT
 
 # Tensors of one value per element, in the master's dtype, that an optimizer keeps. Those not listed: see `state_values`.
 _STATE_VALUES: dict[type[torch.optim.Optimizer], int] = {
-    FusedAdam: 2, DeepSpeedCPUAdam: 2, DeepSpeedCPUAdagrad: 1, FusedLion: 1, DeepSpeedCPULion: 1, torch.optim.Adam: 2, torch.optim.AdamW: 2, torch.optim.NAdam: 2, torch.optim.RAdam: 2,
-    torch.optim.Adamax: 2, torch.optim.Adadelta: 2, torch.optim.Rprop: 2, torch.optim.Adagrad: 1, torch.optim.ASGD: 1,
-    torch.optim.RMSprop: 1, torch.optim.SGD: 0}
+    FusedAdam: 2, DeepSpeedCPUAdam: 2, torch.optim.Adam: 2, torch.optim.AdamW: 2, torch.optim.NAdam: 2, torch.optim.RAdam: 2,
+    torch.optim.Adamax: 2, torch.optim.Adadelta: 2, torch.optim.Rprop: 2, torch.optim.Adagrad: 1, DeepSpeedCPUAdagrad: 1,
+    FusedLion: 1, DeepSpeedCPULion: 1, torch.optim.ASGD: 1, torch.optim.RMSprop: 1, torch.optim.SGD: 0}
 ASSUMED_STATE_VALUES = 2
 
 
@@ -418,7 +418,7 @@ def _is_its_own_master(bucket: BucketSize) -> bool:
     place, dtypes = bucket.placement, bucket.dtypes
     if not bucket.is_trainable or place.state is not place.shard:
         return False
-    return place.state is Medium.DEVICE or dtypes.master == dtypes.param
+    return place.state is Medium.DEVICE or place.state is Medium.HOST and dtypes.master == dtypes.param
 
 
 def _has_master(bucket: BucketSize) -> bool:

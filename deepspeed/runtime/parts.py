@@ -17,7 +17,7 @@ from deepspeed.errors import OffloadError, PlanError
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.optimizers import is_elementwise
 from deepspeed.runtime.plan import Plan
-from deepspeed.runtime.policies import DiskPlan, Medium, OffloadPlan
+from deepspeed.runtime.policies import DiskPlan, Medium
 from deepspeed.runtime.zero.bucket import NodeShard, ParamBucket
 from deepspeed.runtime.zero.coordinator import ParamCoordinator
 from deepspeed.runtime.zero.disk_store import DiskStore, ShardStore

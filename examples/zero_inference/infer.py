@@ -89,7 +89,8 @@ def main() -> int:
 
     memory = PeakMemory()
     engines: list[deepspeed.DeepSpeedEngine] = []
-    report.run("load: rank 0 reads the file, each rank keeps its share", memory, lambda: engines.append(load_engine(folder, config)))
+    report.run("load: rank 0 reads the file, each rank keeps its share", memory,
+               lambda: engines.append(load_engine(folder, config)))
     engine, = engines
     prompt = torch.tensor([list(PROMPTS[rank % len(PROMPTS)])], device=engine.device)
     options = {"max_new_tokens": args.tokens, "do_sample": False, "attention_mask": torch.ones_like(prompt), "pad_token_id": 0}
@@ -128,7 +129,8 @@ def make_config(args: argparse.Namespace) -> dict[str, Any]:
     """Return the configuration in ds_config.json, with the shares where `--rest` says."""
     config = json.loads((HERE / "ds_config.json").read_text())
     if args.rest != "device":  # max_in_cpu: nothing is kept in memory that the disk has
-        config["zero_optimization"]["offload_param"] = {"device": args.rest, "nvme_path": str(args.out / "swap"), "max_in_cpu": 0}
+        config["zero_optimization"]["offload_param"] = {
+            "device": args.rest, "nvme_path": str(args.out / "swap"), "max_in_cpu": 0}
     return config
 
 

@@ -289,7 +289,7 @@ def test_descriptors_and_buffers_are_given_back(tmp_path: Path) -> None:
 
 # offload_states and reload_states
 
-@distributed([1, 2])
+@distributed(2)
 @pytest.mark.parametrize("include", [None, ["optim_states"], ["hp_params", "lp_params"], ["lp_params"], ["lp_grads"]],
                          ids=lambda include: "all" if include is None else "-".join(include))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
