@@ -11,6 +11,7 @@
 
 namespace {
 
+constexpr int64_t MAX_BLOCK_BYTES = 1 << 30;  // the kernel moves less than 2 GB at a time
 constexpr int MAX_OPEN_JOBS = 256;  // of a handle; with two descriptors each, half of the usual limit of 1024
 
 using OperationRef = std::shared_ptr<aio::Operation>;
@@ -37,7 +38,7 @@ extern "C" {
 
 void* ds_aio_open(int32_t engine, int64_t block_bytes, int32_t queue_depth, int32_t single_submit, int32_t overlap_events,
                   int32_t workers, int32_t* error) {
-    const aio::Settings settings{block_bytes, queue_depth, single_submit != 0, overlap_events != 0,
+    const aio::Settings settings{std::min(block_bytes, MAX_BLOCK_BYTES), queue_depth, single_submit != 0, overlap_events != 0,
                                  std::max(1, MAX_OPEN_JOBS / workers)};
     try {
         auto handle = std::make_unique<Handle>();

@@ -219,6 +219,17 @@ def test_engines_that_the_kernel_refuses_are_passed_over(monkeypatch):
     assert AsyncIOBuilder().note() == "engine python: Operation not permitted"
 
 
+def test_without_the_native_library(tmp_path, monkeypatch):
+    monkeypatch.delenv("DS_AIO_ENGINE", raising=False)
+    monkeypatch.setattr("deepspeed.ops.aio.native._library", lambda: None)
+    monkeypatch.setattr("deepspeed.ops.aio.native.why_missing", lambda name: f"native library {name} was not built")
+    handle = AioHandle()
+    assert handle.engine == "python" and handle.sync_pwrite(torch.zeros(10), str(tmp_path / "file")) == 1
+    assert "engine python: engine io_uring is not available: native library ds_aio was not built" in AsyncIOBuilder().note()
+    with pytest.raises(OSError, match="libaio is not available: native library ds_aio was not built"):
+        AioHandle(engine="libaio")
+
+
 def test_functions_without_a_handle(tmp_path):
     op = AsyncIOBuilder().load()
     source, target = random_bytes(5000), torch.zeros(5000, dtype=torch.uint8)
