@@ -36,15 +36,15 @@ class CPUOptimizer(torch.optim.Optimizer):
         step: number of this update of the parameter, from 1.
         """
 
-    def step_flat(self, group: dict, param: Tensor, grad: Tensor, out: Tensor | None, factor: float, num_threads: int) -> None:
-        """Update one contiguous parameter of `group` by `factor` times `grad` (1-D, any float dtype), and round the result into
-        `out` (1-D, or None) in the same pass. No hooks run. For callers that keep gradients elsewhere.
-        """
-        state = self._state(group, param)
-        state["step"] = int(state["step"]) + 1
-        states = tuple(state[name].view(-1) for name in self.STATES)
-        flat = param.detach().view(-1)
-        self._update(group, state["step"], flat, states, grad, out=out, factor=factor, num_threads=num_threads)
+    def prepare_step(self, group: dict, param: Tensor, grad: Tensor, factor: float, num_threads: int
+                     ) -> Callable[[Tensor | None], None]:
+        """Count a step of one contiguous parameter of `group`, and return what takes it, in any thread, with the group's values
+        of now: it updates by `factor` times `grad` (1-D, any float dtype), and rounds the result into its argument (1-D, or
+        None) in the same pass. No hooks run. For callers that keep gradients elsewhere."""
+        state, group = self._state(group, param), {**group, "params": ()}
+        state["step"] = step = int(state["step"]) + 1
+        flat, states = param.detach().view(-1), tuple(state[name].view(-1) for name in self.STATES)
+        return lambda out: self._update(group, step, flat, states, grad, out=out, factor=factor, num_threads=num_threads)
 
     def add_param_group(self, param_group: dict) -> None:
         """Add a group. Raises: UsageError (an AssertionError) for a parameter of another dtype."""

@@ -377,24 +377,29 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Remove all hooks and communicators. The parameters keep their values where they are kept whole. Idempotent."""
+        """Remove all hooks and communicators. The parameters keep their values where they are kept whole. Idempotent.
+
+        Raises, when all that is done, what an update that ran behind failed with.
+        """
         if self.__dict__.get("_is_destroyed", True):
             return
         self._is_destroyed = True
         writer = self.__dict__.get("_checkpoint_writer")
         if writer is not None:
             writer.close()
-        parts = self.__dict__.get("_parts")
-        if parts is not None:
-            parts.coordinator.finish_pending()
-            parts.reducer.detach()
-            parts.hooks.remove()
-            if parts.optimizer is not None:
-                parts.optimizer.close()
-        topology = self.__dict__.get("topology")
-        if topology is not None:
-            groups.forget_topology(topology)
-            topology.close()
+        parts, topology = self.__dict__.get("_parts"), self.__dict__.get("topology")
+        try:
+            if parts is not None:
+                parts.coordinator.finish_pending()
+        finally:
+            if parts is not None:
+                parts.reducer.detach()
+                parts.hooks.remove()
+                if parts.optimizer is not None:
+                    parts.optimizer.close()
+            if topology is not None:
+                groups.forget_topology(topology)
+                topology.close()
 
     # ---- construction ------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 import torch
@@ -25,7 +26,7 @@ from deepspeed.runtime.grad_squares import square_sum
 from deepspeed.runtime.policies import BucketDtypes, Medium, Placement, Residency
 from deepspeed.runtime.zero.disk_store import DiskStore, Shown
 from deepspeed.runtime.zero.grouping import BucketSpec
-from deepspeed.runtime.zero.host_memory import HostGradient, HostMemory
+from deepspeed.runtime.zero.host_memory import Arrival, HostGradient, HostMemory
 from deepspeed.runtime.zero.layout import ParamSlice, cut_by_bucket, gaps
 from deepspeed.runtime.zero.storage import FullStorage, StagingPool
 
@@ -64,6 +65,10 @@ class ParamBucket:
         self.storage = FullStorage(self.full_numel, dtypes.param, self.device)
         self.shard: torch.Tensor | None = None  # on a disk, readable while `shard_opened`
         self._disk, self._shard_array = disk, None
+        self._update: Future[None] | None = None  # one that runs behind
+        self._is_behind = False  # it was begun and not waited for
+        self._readers_done: torch.cuda.Event | None = None
+        self._arrival = Arrival()  # of the shard's newest values
         self.shard_is_master = False  # parameters show the master itself at their next gather, without an update
         self.node_shard: NodeShard | None = None  # hpZ: a second shard over the ranks of a node
         self.holds = 0  # scopes that use it now (see ParamCoordinator)
@@ -108,12 +113,45 @@ class ParamBucket:
 
     @contextmanager
     def shard_opened(self, is_changed: bool = False) -> Iterator[None]:
-        """Have the shard in memory, which it is anyway unless it rests on a disk. is_changed: the caller writes into it."""
+        """Have the shard's newest values in memory, where they are anyway unless it rests on a disk. is_changed: the caller
+        writes into it."""
+        self.settle_update()
+        with self._shard_in_memory(is_changed):
+            yield
+
+    @contextmanager
+    def _shard_in_memory(self, is_changed: bool) -> Iterator[None]:
         if self._shard_array is None:
             yield
         else:
             with self._disk.opened([self._shard_array], is_changed):
                 yield
+
+    # Note [Updates behind]: an update in host memory may go on in another thread while the next forward runs. Its bucket
+    # shows placeholders until it is waited for: by the gather of the next use, by a read through the module, or by whoever
+    # opens shard or state. No collective starts in that thread, and none at a time that depends on it: a gather that is asked
+    # for meanwhile is launched when it is waited for, which all ranks do in the same order.
+
+    @property
+    def can_update_behind(self) -> bool:
+        """Nobody needs the new shard before this rank does."""
+        is_in_memory = self.placement.state is Medium.HOST and self.placement.shard is not Medium.DISK
+        return is_in_memory and (self.is_sharded or self.pair.shard.size == 1)
+
+    def begin_update(self, start: Callable[[], Future[None]]) -> None:
+        """Let what `start` begins in another thread write master and shard."""
+        self._readers_done, self._is_behind = self.memory.mark(), True
+        self._update = start()
+        self._host_grad.reader = self._update
+        self.hide()
+
+    def settle_update(self) -> None:
+        """Wait for an update that runs behind. Raises: what it raised."""
+        if self._update is None:
+            return
+        self._update.result()
+        self._arrival.wait_on_device()
+        self._update, self._readers_done, self._is_behind = None, None, False
 
     def read_ahead(self) -> None:
         """Begin to read a shard that rests on a disk and is to be gathered soon."""
@@ -150,7 +188,7 @@ class ParamBucket:
         if self.shard_is_master:
             return
         if master.is_cuda or not self.shard.is_cuda:
-            with self.shard_opened(is_changed=True):
+            with self._shard_in_memory(is_changed=True):
                 self.shard.copy_(master)
             return
         with self.inbound(master) as rounded:
@@ -161,14 +199,16 @@ class ParamBucket:
         """Give the place beside the master into which an update may write the rounded shard: the shard itself, or a buffer
         that is sent to it afterwards. None where there is no such place, and `receive` must follow."""
         if self.shard.device == master.device:
-            with self.shard_opened(is_changed=True):
+            with self._shard_in_memory(is_changed=True):
                 yield self.shard
         elif master.is_cuda:
             yield None
         else:
-            staging = self.memory.staging(self.shard_numel, self.shard.dtype)
+            staging = self.memory.updates.next(self.shard_numel, self.shard.dtype)
             yield staging.tensor
-            staging.arrival = self.memory.send(staging.tensor, self.shard)
+            staging.arrival = self._arrival = self.memory.send(staging.tensor, self.shard, self._readers_done)
+            if not self._is_behind:
+                self._arrival.wait_on_device()
 
     def own_chunk(self, full: torch.Tensor) -> torch.Tensor:
         """Return the view of `full` (any dtype, length full_numel) that this rank owns."""
@@ -192,8 +232,11 @@ class ParamBucket:
             return
         self.check_tripwire()
         self.storage.allocate(self)
-        self._pending = Done() if self.storage.is_current else self._launch_gather(why)
+        self._pending = self._begin_gather(why) if self._update is None else _AfterUpdate(self, why)
         self.state = BucketState.GATHERING
+
+    def _begin_gather(self, why: str) -> Pending:
+        return Done() if self.storage.is_current else self._launch_gather(why)
 
     def _launch_gather(self, why: str) -> Pending:
         full, node = self.storage.tensor, self.node_shard
@@ -245,7 +288,7 @@ class ParamBucket:
     def show_whole(self, values: torch.Tensor) -> None:
         """Take full values from host memory into a storage that `hide_whole` gave back, and show them."""
         self.storage.allocate(self)
-        self.memory.send(values, self.storage.tensor)
+        self.memory.send(values, self.storage.tensor).wait_on_device()
         self.storage.is_current = True
         self._bind_full()
         self.state = BucketState.FULL
@@ -484,6 +527,17 @@ class ParamBucket:
         self._grad_full[start + self.shard_numel:].zero_()
         self._filled[:] = b"\x01" * len(self._filled)
         self._reduced_full = self.has_grad = False
+
+
+class _AfterUpdate:
+    """A gather that begins when it is waited for, because an update runs behind."""
+
+    def __init__(self, bucket: ParamBucket, why: str):
+        self._bucket, self._why = bucket, why
+
+    def wait(self) -> None:
+        self._bucket.settle_update()
+        self._bucket._begin_gather(self._why).wait()
 
 
 class NodeShard:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 
 import torch
 
@@ -27,13 +28,15 @@ class HostMemory:
     def __init__(self, device: torch.device, pins: bool = True):
         self.device = device
         self._pins = pins and device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._staging: list[_Staging] = []
+        # one each way, since the bus carries both at once
+        self._outward, self._inward = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)]
+        # of their own, since gradients come while an update that runs behind sends parameters
+        self.gradients, self.updates = _StagingRing(self), _StagingRing(self)
 
     @property
     def is_device(self) -> bool:
         """The device's memory is the host's."""
-        return self._stream is None
+        return self.device.type != "cuda"
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a 1-D host tensor with undefined content, page-locked if possible."""
@@ -54,57 +57,69 @@ class HostMemory:
 
     def fetch(self, source: torch.Tensor, target: torch.Tensor) -> Arrival:
         """Copy a device tensor to the host tensor `target`, after what the current stream was given so far."""
-        if self._stream is None:
+        if self._outward is None:
             target.copy_(source)
             return Arrival()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        self._outward.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._outward):
             target.copy_(source, non_blocking=True)
-            source.record_stream(self._stream)
-            return Arrival(self._stream.record_event())
+            source.record_stream(self._outward)
+            return Arrival(self._outward.record_event())
 
-    def send(self, source: torch.Tensor, target: torch.Tensor) -> Arrival:
-        """Copy a host tensor to the device tensor `target`; what the current stream is given from now on comes after it.
-
-        `source` may change once the arrival was waited for.
-        """
-        if self._stream is None:
+    def send(self, source: torch.Tensor, target: torch.Tensor, after: torch.cuda.Event | None = None) -> Arrival:
+        """Copy a host tensor to the device tensor `target`, after what the current stream was given so far, or after the
+        `mark` of another thread. `source` may change once the arrival was waited for."""
+        if self._inward is None:
             target.copy_(source)
             return Arrival()
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        self._inward.wait_event(after or torch.cuda.current_stream().record_event())
+        with torch.cuda.stream(self._inward):
             target.copy_(source, non_blocking=True)
-            event = self._stream.record_event()
-        current.wait_event(event)
-        return Arrival(event)
+            return Arrival(self._inward.record_event())
 
-    def staging(self, numel: int, dtype: torch.dtype, on_reuse: Callable[[], None] = lambda: None) -> _Staging:
-        """Return a host buffer for one copy; its `tensor` may be written at once.
-
-        on_reuse: called when the buffer is wanted for another copy, to take out what it holds.
-        """
-        staging = self._staging.pop(0) if len(self._staging) == STAGING_COUNT else _Staging()
-        self._staging.append(staging)
-        staging.on_reuse()
-        staging.arrival.wait()
-        staging.on_reuse = on_reuse
-        if staging.buffer is None or staging.buffer.numel() < numel * dtype.itemsize:
-            staging.buffer = self.empty(numel * dtype.itemsize, torch.uint8)
-        staging.tensor = staging.buffer[:numel * dtype.itemsize].view(dtype)
-        return staging
+    def mark(self) -> torch.cuda.Event | None:
+        """Return what `send` waits for in another thread: all that the current stream was given so far."""
+        return None if self.is_device else torch.cuda.current_stream().record_event()
 
 
 class Arrival:
-    """A copy under way. `wait` makes the host wait, and may be called again."""
+    """A copy under way. Either kind of waiting may be done again."""
 
     def __init__(self, event: torch.cuda.Event | None = None):
         self._event = event
 
     def wait(self) -> None:
+        """Make the host wait."""
         if self._event is not None:
             self._event.synchronize()
-            self._event = None
+
+    def wait_on_device(self) -> None:
+        """Make what the current stream is given from now on come after the copy."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+
+class _StagingRing:
+    """Host buffers that copies use in turn."""
+
+    def __init__(self, memory: HostMemory):
+        self._memory = memory
+        self._used: list[_Staging] = []
+
+    def next(self, numel: int, dtype: torch.dtype, on_reuse: Callable[[], None] = lambda: None) -> _Staging:
+        """Return a host buffer for one copy; its `tensor` may be written at once.
+
+        on_reuse: called when the buffer is wanted for another copy, to take out what it holds.
+        """
+        staging = self._used.pop(0) if len(self._used) == STAGING_COUNT else _Staging()
+        self._used.append(staging)
+        staging.on_reuse()
+        staging.arrival.wait()
+        staging.on_reuse = on_reuse
+        if staging.buffer is None or staging.buffer.numel() < numel * dtype.itemsize:
+            staging.buffer = self._memory.empty(numel * dtype.itemsize, torch.uint8)
+        staging.tensor = staging.buffer[:numel * dtype.itemsize].view(dtype)
+        return staging
 
 
 class _Staging:
@@ -129,10 +144,12 @@ class HostGradient:
         self._arrival = Arrival()
         self._late: _Staging | None = None  # a later micro-batch's gradient on its way
         self._square: torch.Tensor | None = None
+        self.reader: Future[None] | None = None  # an update that runs behind, and reads the sum
 
     def take(self, reduced: torch.Tensor, is_first: bool) -> None:
         """Copy a micro-batch's reduced gradient off the device; `is_first` replaces what is here, else it is added."""
         if is_first:
+            self._let_be_read()
             self._late = None
             self._square = None if self._memory.is_device else square_sum(reduced)
             self._arrival = self._memory.fetch(reduced, self._buffer)
@@ -142,7 +159,7 @@ class HostGradient:
         if self._memory.is_device:
             self._buffer.add_(reduced)
             return
-        self._late = self._memory.staging(reduced.numel(), reduced.dtype, on_reuse=self._settle)
+        self._late = self._memory.gradients.next(reduced.numel(), reduced.dtype, on_reuse=self._settle)
         self._late.arrival = self._memory.fetch(reduced, self._late.tensor)
 
     @property
@@ -156,7 +173,13 @@ class HostGradient:
         """Return the sum of squares as a 0-d double, on the device where it is known there."""
         return square_sum(self.tensor) if self._square is None else self._square
 
+    def _let_be_read(self) -> None:
+        reader, self.reader = self.reader, None
+        if reader is not None:
+            wait([reader])  # what went wrong there is told by whoever waits for the update
+
     def _settle(self) -> None:
+        self._let_be_read()
         self._arrival.wait()
         if self._late is not None:
             self._late.arrival.wait()

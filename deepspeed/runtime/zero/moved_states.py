@@ -39,6 +39,7 @@ class MovedStates:
         but the host must not read them before a synchronisation.
         """
         arrivals = []
+        self._optimizer.settle()
         for bucket in self._buckets:
             memory = HostMemory(bucket.device, pins)
             for shown in self._flats(bucket, kinds):
@@ -61,7 +62,7 @@ class MovedStates:
         for bucket, shown in self._moved:
             host = shown[0].tensor.data
             flat = torch.empty(host.numel(), dtype=host.dtype, device=bucket.device)
-            bucket.memory.send(host.view(-1), flat)
+            bucket.memory.send(host.view(-1), flat).wait_on_device()
             for part in shown:
                 part.bind(flat)
         for bucket, host in self._whole.items():

@@ -8,6 +8,7 @@ per parameter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ from deepspeed.runtime.zero.piece import Piece, is_per_element
 from deepspeed.runtime.zero.reducer import GradientReducer
 from deepspeed.runtime.zero.state_store import MASTER_KEY, StateStore, StoredState
 from deepspeed.runtime.zero.swap_file import raise_together
-from deepspeed.runtime.zero.update import Factor, choose_turns
+from deepspeed.runtime.zero.update import Factor, Turn, choose_turns
 
 # Entries of a param group that say where and how the update runs, not what it computes: a checkpoint does not set them.
 _NOT_HYPERPARAMETERS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
@@ -78,6 +79,7 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
         self.grouped_params = [[parameter for parameter in group["params"] if parameter in self._location]
                                for group in inner.param_groups]
         self._hand_over()
+        self._worker = ThreadPoolExecutor(1, "update")  # for updates that run behind; its thread starts with the first
         # an elementwise optimizer keeps all its state per piece, so it may step some pieces at a time
         self._turns = choose_turns(inner, self._pieces_of, self._masters, update_numel if is_elementwise else None,
                                    host_threads)
@@ -99,6 +101,7 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
         return loss
 
     def _update(self) -> None:
+        self.settle()  # of buckets that no forward has used since
         norm = self.grad_norm() if self._needs_norm else None
         factor = self._factor(norm)  # before `accepts`, which may raise the scale for the next backward
         if norm is not None and not self.loss_scaler.accepts(norm):
@@ -108,7 +111,10 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
         shown, failure = 0, None
         try:
             for turn in self._states.stream(self._turns):
-                turn.apply(turn.buckets, factor)
+                if turn.may_run_behind and turn.apply.is_plain():
+                    self._begin(turn, factor)
+                else:
+                    turn.apply(turn.buckets, factor)
                 self._show(turn.buckets)
                 shown += 1
         except OffloadError as error:
@@ -119,6 +125,17 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
             for turn in self._turns[shown:]:  # as on the ranks where nothing failed
                 self._show(turn.buckets)
             raise_together(failure, self._reducer.group)
+
+    def _begin(self, turn: Turn, factor: Factor) -> None:
+        """Start an update that runs behind (Note [Updates behind])."""
+        for bucket in turn.buckets:
+            job = turn.apply.prepare(bucket, factor)
+            bucket.begin_update(lambda job=job: self._worker.submit(job))
+
+    def settle(self) -> None:
+        """Wait for the updates that run behind."""
+        for bucket in self.buckets:
+            bucket.settle_update()
 
     def grad_norm(self) -> torch.Tensor:
         """Return the global norm of the scaled gradients (0-d) and remember the unscaled one. Collective."""
@@ -269,6 +286,7 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
 
     def element_states(self) -> dict[str, dict[Piece, torch.Tensor | StoredState]]:
         """Return what has one value per element, as 1-D views of this rank's pieces by state key; "fp32" are the masters."""
+        self.settle()
         states: dict[str, dict[Piece, torch.Tensor | StoredState]] = {}
         for piece in self._pieces:
             for key, value in {MASTER_KEY: piece.tensor, **self.optimizer.state.get(piece.tensor, {})}.items():
@@ -319,6 +337,7 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
 
         groups: saved hyperparameters per param group, None keeps the current ones.
         """
+        self.settle()
         runs = [self._pieces] if self.states_are_in_memory else list(self._pieces_of.values())
         restored: dict[torch.Tensor, dict[str, Any]] = {}
         for pieces in runs:
@@ -349,6 +368,7 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
 
         Raises: UsageError when state rests on a disk.
         """
+        self.settle()
         if not self.states_are_in_memory:
             raise UsageError("the optimizer's state rests on a disk and is not loaded into memory whole. Use "
                              "engine.save_checkpoint, or deepspeed.utils.safe_get_full_optimizer_state for one parameter.")
@@ -369,6 +389,7 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
 
     def load_masters(self, state: dict[str, Any]) -> None:
         """Restore the master weights of a `state_dict` alone, and publish them to the parameters."""
+        self.settle()
         masters = state["masters"]
         for bucket, master in self._masters.items():
             saved = masters.get(bucket.name)
@@ -382,7 +403,8 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
         self.publish()
 
     def close(self) -> None:
-        """Give up what rests on a disk."""
+        """Wait for the updates that run behind, and give up what rests on a disk."""
+        self._worker.shutdown()
         self._states.close()
 
     # ---- construction ------------------------------------------------------------------------------------------------

@@ -34,7 +34,9 @@ class StateStore:
         yield from turns
 
     def opened(self, buckets: Sequence[ParamBucket], is_changed: bool = False) -> AbstractContextManager[None]:
-        """Have the buckets' state in memory. is_changed: keep what the caller writes into it."""
+        """Have the buckets' newest state in memory. is_changed: keep what the caller writes into it."""
+        for bucket in buckets:
+            bucket.settle_update()
         return nullcontext()
 
     def shown(self, piece: Piece, key: str, tensor: torch.Tensor) -> torch.Tensor | StoredState:
@@ -93,6 +95,8 @@ class DiskStates(StateStore):
 
     @contextmanager
     def opened(self, buckets: Sequence[ParamBucket], is_changed: bool = False) -> Iterator[None]:
+        for bucket in buckets:
+            bucket.settle_update()
         with self._store.opened(self._arrays_of(buckets), is_changed):
             yield
 

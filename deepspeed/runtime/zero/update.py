@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,9 @@ class InnerUpdate:
             piece.tensor.grad = grad[piece.start:piece.stop].view(piece.tensor.shape)
 
 
+PieceUpdate = Callable[[torch.Tensor | None], None]  # given where to write the rounded piece, or None
+
+
 class OnePass(ABC):
     """Updates as the inner optimizer would, with its hyperparameters and in its state, in one pass over a bucket's memory."""
 
@@ -75,37 +78,43 @@ class OnePass(ABC):
 
     def __call__(self, buckets: Sequence[ParamBucket], factor: Factor) -> None:
         """Like `InnerUpdate`; in the same way while hooks, or values that only torch's kernels take, ask for it."""
-        if not self._is_plain():
+        if not self.is_plain():
             self._otherwise(buckets, factor)
             return
-        factor = self._as_factor(factor)
-        self._inner._opt_called = True  # what torch's schedulers look for before they warn of a missing step
         for bucket in buckets:
-            master = self._masters[bucket]
-            if bucket.shard_is_master or master.dtype == bucket.shard.dtype:
-                self._update(bucket, None, factor)
-                bucket.receive(master)
-                continue
-            with bucket.inbound(master) as rounded:
-                self._update(bucket, rounded, factor)
-            if rounded is None:
-                bucket.receive(master)
+            self.prepare(bucket, factor)()
 
-    def _update(self, bucket: ParamBucket, rounded: torch.Tensor | None, factor: Factor) -> None:
-        grad = bucket.grad_shard
-        for piece in self._pieces_of[bucket]:
-            self._update_piece(piece, grad[piece.start:piece.stop],
-                               None if rounded is None else rounded[piece.start:piece.stop], factor)
+    def prepare(self, bucket: ParamBucket, factor: Factor) -> Callable[[], None]:
+        """Count a step, and return what takes it with the values of now. Only while `is_plain`."""
+        self._inner._opt_called = True  # what torch's schedulers look for before they warn of a missing step
+        factor, grad = self._as_factor(factor), bucket.grad_shard
+        updates = [(piece, self._prepare_piece(piece, grad[piece.start:piece.stop], factor))
+                   for piece in self._pieces_of[bucket]]
+        return lambda: self._update(bucket, updates)
+
+    @torch.no_grad()
+    def _update(self, bucket: ParamBucket, updates: Sequence[tuple[Piece, PieceUpdate]]) -> None:
+        master = self._masters[bucket]
+        if bucket.shard_is_master or master.dtype == bucket.shard.dtype:
+            for _, update in updates:
+                update(None)
+            bucket.receive(master)
+            return
+        with bucket.inbound(master) as rounded:
+            for piece, update in updates:
+                update(None if rounded is None else rounded[piece.start:piece.stop])
+        if rounded is None:
+            bucket.receive(master)
 
     @abstractmethod
-    def _update_piece(self, piece: Piece, grad: torch.Tensor, rounded: torch.Tensor | None, factor: Factor) -> None:
-        """Update the piece's master and state by `factor` times `grad` (1-D), and round the master into `rounded`."""
+    def _prepare_piece(self, piece: Piece, grad: torch.Tensor, factor: Factor) -> PieceUpdate:
+        """Return what updates the piece's master and state by `factor` times `grad` (1-D)."""
 
     @abstractmethod
     def _as_factor(self, factor: Factor) -> Factor:
-        """Return the factor as `_update_piece` takes it."""
+        """Return the factor as `_prepare_piece` takes it."""
 
-    def _is_plain(self) -> bool:
+    def is_plain(self) -> bool:
         return not (self._inner._optimizer_step_pre_hooks or self._inner._optimizer_step_post_hooks)
 
 
@@ -119,8 +128,8 @@ class OnePassOnHost(OnePass):
     def _as_factor(self, factor: Factor) -> float:
         return float(factor)
 
-    def _update_piece(self, piece: Piece, grad: torch.Tensor, rounded: torch.Tensor | None, factor: Factor) -> None:
-        self._inner.step_flat(self._inner.param_groups[piece.group_id], piece.tensor, grad, rounded, factor, self._threads)
+    def _prepare_piece(self, piece: Piece, grad: torch.Tensor, factor: Factor) -> PieceUpdate:
+        return self._inner.prepare_step(self._inner.param_groups[piece.group_id], piece.tensor, grad, factor, self._threads)
 
 
 class OnePassAdam(OnePass):
@@ -136,13 +145,14 @@ class OnePassAdam(OnePass):
             return factor
         return torch.full((), factor, dtype=torch.float32, device=next(iter(self._masters.values())).device)
 
-    def _update_piece(self, piece: Piece, grad: torch.Tensor, rounded: torch.Tensor | None, factor: Factor) -> None:
+    def _prepare_piece(self, piece: Piece, grad: torch.Tensor, factor: Factor) -> PieceUpdate:
         state = self._state(piece)
-        update_with_triton(piece.tensor, state["exp_avg"], state["exp_avg_sq"], grad, rounded, factor,
-                           self._numbers(self._inner.param_groups[piece.group_id], self._count(state)))
+        numbers = self._numbers(self._inner.param_groups[piece.group_id], self._count(state))
+        return lambda rounded: update_with_triton(piece.tensor, state["exp_avg"], state["exp_avg_sq"], grad, rounded, factor,
+                                                  numbers)
 
-    def _is_plain(self) -> bool:
-        is_plain = super()._is_plain() and not any(
+    def is_plain(self) -> bool:
+        is_plain = super().is_plain() and not any(
             isinstance(group["lr"], torch.Tensor) or group.get("amsgrad") or group.get("maximize")
             or group.get("differentiable") or group.get("capturable") for group in self._inner.param_groups)
         if not is_plain:
@@ -182,10 +192,11 @@ class OnePassAdam(OnePass):
 
 @dataclass(frozen=True)
 class Turn:
-    """Some buckets, and what updates them."""
+    """Some buckets, and what updates them. may_run_behind: in another thread, while the next forward runs."""
 
     buckets: list[ParamBucket]
     apply: InnerUpdate | OnePass
+    may_run_behind: bool = False
 
 
 def choose_turns(inner: torch.optim.Optimizer, pieces_of: PiecesOf, masters: Mapping[ParamBucket, torch.Tensor],
@@ -203,7 +214,9 @@ def choose_turns(inner: torch.optim.Optimizer, pieces_of: PiecesOf, masters: Map
         turns += [Turn(buckets, apply) for buckets in ([list(on_device)] if numel is None else split(list(on_device), numel))]
     if on_host:
         apply = _choose_on_host(inner, pieces_of, on_host, host_threads)
-        turns += [Turn(buckets, apply) for buckets in ([list(on_host)] if numel is None else [[bucket] for bucket in on_host])]
+        runs = [list(on_host)] if numel is None else [[bucket] for bucket in on_host]
+        turns += [Turn(buckets, apply, isinstance(apply, OnePass) and all(bucket.can_update_behind for bucket in buckets))
+                  for buckets in runs]
     return turns
 
 

@@ -1,10 +1,13 @@
 """State and parameters in host memory and on a disk: optimizers, user API, checkpoints, limits and faults."""
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import subprocess
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -338,3 +341,147 @@ def test_where_states_cannot_go(tmp_path: Path) -> None:
         start("both", tmp_path).offload_states()
     with pytest.raises(AssertionError, match="has no optimizer"):
         start("none", tmp_path, make=lambda groups: None).offload_states()
+
+
+# Updates behind
+
+def kernels_of(engine: deepspeed.DeepSpeedEngine, work: Callable[..., None]) -> None:
+    """Let `work` run in the place of the optimizer's kernels; it gets them as its first argument."""
+    inner = engine.optimizer.optimizer
+    inner._update = functools.partial(work, inner._update)
+
+
+def cpu_adam(groups: list[dict]) -> DeepSpeedCPUAdam:
+    return DeepSpeedCPUAdam(groups, lr=0.01)
+
+
+@distributed([1, 2])
+@pytest.mark.parametrize("stage, kind", [(1, "state"), (2, "state"), (3, "state"), (3, "both")])
+def test_an_update_goes_on_while_the_next_forward_runs(stage: int, kind: str, world_size: int, tmp_path: Path) -> None:
+    engine, plain = (start(kind, tmp_path, stage, make=cpu_adam, bf16={"enabled": True}) for _ in range(2))
+    begun, may_end = threading.Event(), threading.Event()
+
+    def slow(kernels: Callable[..., None], *args: Any, **options: Any) -> None:
+        begun.set()
+        assert may_end.wait(60)
+        kernels(*args, **options)
+
+    kernels_of(engine, slow)
+    if world_size > 1 and stage < 3:
+        may_end.set()  # the gathers of all ranks wait for it in the step
+        train(engine, 1)
+    else:
+        train(engine, 1)  # returns
+        assert begun.wait(60)
+        timer = threading.Timer(0.2, may_end.set)
+        timer.start()
+    train(plain, 1)
+    name = "blocks.0.up.weight"
+    assert_equal({name: engine.module.get_parameter(name).detach().clone()} if stage < 3 else {},
+                 {name: plain.module.get_parameter(name).detach().clone()} if stage < 3 else {})
+    assert_equal(weights(engine), weights(plain))
+    for one in (engine, plain):
+        train(one, 3, seed=1)
+    assert_equal(weights(engine), weights(plain))
+
+
+@distributed(2)
+@pytest.mark.parametrize("use", ["save", "master", "set", "clip", "rate", "reload", "refresh", "load", "destroy"])
+def test_what_reads_state_waits_for_the_update(use: str, tmp_path: Path) -> None:
+    slowed, plain = (start("both", tmp_path / "swap", make=cpu_adam, bf16={"enabled": use == "refresh"}) for _ in range(2))
+
+    def slow(kernels: Callable[..., None], *args: Any, **options: Any) -> None:
+        time.sleep(0.05)
+        kernels(*args, **options)
+
+    kernels_of(slowed, slow)
+    found, begin = [], weights(plain)
+    for one, name in ((slowed, "slow"), (plain, "plain")):
+        train(one, 1)
+        if one is plain:
+            one.optimizer.settle()
+        up = one.module.blocks[1].up.weight
+        if use == "save":
+            one.save_checkpoint(str(tmp_path / name))
+            one = start("none", tmp_path)
+            one.load_checkpoint(str(tmp_path / name))
+        elif use == "master":
+            found.append({"master": safe_get_full_fp32_param(up), "state": safe_get_full_optimizer_state(up, "exp_avg_sq")})
+        elif use == "set":
+            safe_set_full_optimizer_state(up, torch.full(up.shape, 0.5), "exp_avg")
+            safe_set_full_fp32_param(up, torch.full(up.shape, 0.25))
+        elif use == "clip":
+            for ids, targets in batches(deepspeed.comm.get_rank(), 1):
+                one.backward(one(ids, targets))
+            one.clip_fp32_gradients()
+            one.step()
+        elif use == "rate":
+            one.optimizer.param_groups[0]["lr"] = 0.5  # the update has taken the one before
+            train(one, 1, seed=2)
+        elif use == "load":
+            one.module.load_state_dict(begin, strict=False)
+        elif use == "refresh":
+            one.optimizer.refresh_fp32_params()
+        elif use == "reload":
+            one.optimizer.load_state_dict(one.optimizer.state_dict())
+        else:
+            model = one.module
+            one.destroy()
+            one = engine_of(2, model=model)
+        train(one, 1, seed=3)
+        found.append(weights(one))
+    half = len(found) // 2
+    for ours, theirs in zip(found[:half], found[half:]):
+        assert_equal(ours, theirs)
+
+
+class Branches(nn.Module):
+    """The second layer is used when asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, uses_both: bool) -> torch.Tensor:
+        for layer in self.layers[:1 + uses_both]:
+            x = layer(x)
+        return x.square().sum()
+
+
+@distributed(1)
+def test_gradients_wait_for_an_update_that_no_forward_waited_for() -> None:
+    def run(is_slow: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(3)
+        engine = engine_of(2, model=Branches(), make=cpu_adam, config=config_of(2, offload_optimizer=CPU))
+
+        def slow(kernels: Callable[..., None], *args: Any, **options: Any) -> None:
+            time.sleep(0.3)
+            kernels(*args, **options)
+
+        if is_slow:
+            kernels_of(engine, slow)
+        for uses_both in (True, False):
+            engine.backward(engine(torch.ones(2, 3), uses_both))
+            engine.step()
+            if not is_slow:
+                engine.optimizer.settle()
+        return weights(engine)
+
+    assert_equal(run(True), run(False))
+
+
+@distributed(1)
+def test_an_update_that_fails_is_an_error_of_the_next_use(tmp_path: Path) -> None:
+    engine = start("state", tmp_path, 2, make=cpu_adam)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise MemoryError("the update failed")
+
+    kernels_of(engine, broken)
+    train(engine, 1)
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="the update failed"):
+            train(engine, 1)
+    with pytest.raises(MemoryError):
+        engine.destroy()
+    assert not engine._parts.hooks.is_installed
