@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -12,6 +13,8 @@ import torch.distributed
 from deepspeed.errors import CommError
 
 logger = logging.getLogger(__name__)
+
+LAST_RELEASE_SECONDS = 0.1  # for threads that need microseconds, on a machine with more of them than cores
 
 
 class TorchBackend:
@@ -78,7 +81,12 @@ class TorchBackend:
 
 
 def _end_communication() -> None:
-    """Close gloo's connections and threads while the interpreter is whole: left to the end of the process, a thread that
-    still runs can abort it. NCCL is left alone, since its end may wait for peers that failed."""
+    """Close gloo's connections while the interpreter is whole, and let its threads release what they hold.
+
+    A thread that has just carried out the last collective may be about to release a tensor of Python's. Once the
+    interpreter ends, it cannot, and the process aborts ("terminate called without an active exception"). NCCL is left
+    alone, since its end may wait for peers that failed.
+    """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+        time.sleep(LAST_RELEASE_SECONDS)

@@ -20,6 +20,7 @@ from deepspeed.nvme.best import LOG_FOLDER, Point, generate_main, read_speeds
 from deepspeed.nvme.ds_io import report
 from deepspeed.nvme.measure import drop_page_cache, measure, remove_files
 from deepspeed.nvme.options import IoOptions, Place, parse_size, show_size
+from deepspeed.utils.logging import logger as package_logger
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +96,9 @@ def sweep_main(args: argparse.Namespace) -> None:
     Logs of an earlier sweep are removed. A run that fails leaves its error in its log; the sweep goes on.
     Raises: UsageError for a wrong sweep configuration.
     """
+    level = package_logger.level
     if args.verbose:
-        logging.getLogger("deepspeed").setLevel(logging.DEBUG)
+        package_logger.setLevel(logging.DEBUG)
     places = tuple(Place(folder, number) for number, folder in enumerate(args.nvme_dir))
     operations = [name for name, is_left_out in (("read", args.no_read), ("write", args.no_write)) if not is_left_out]
     base = IoOptions(places, args.io_size, loops=args.loops, gpu=args.gpu or args.gds, use_gds=args.gds)
@@ -114,6 +116,7 @@ def sweep_main(args: argparse.Namespace) -> None:
                     progress.console.print(f"{log.name}\n{text}", highlight=False)
     finally:
         remove_files(base)
+        package_logger.setLevel(level)
 
 
 def _progress() -> Progress:

@@ -52,9 +52,10 @@ def check(precision: str, stage: int, gas: int, world: int, *, optimizer: str, l
 @pytest.mark.parametrize("precision", MATRIX)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_matrix(stage: int, precision: str, gas: int, world_size: int) -> None:
-    # the optimizer alternates, so that each meets each axis
+    # optimizer and loop alternate, so that each meets each axis
     optimizer = "sgd" if (stage + (gas == 3) + world_size) % 2 else "adamw"
-    check(precision, stage, gas, world_size, optimizer=optimizer, loops=("engine", "plain"))
+    loop = "plain" if (stage + (gas == 3) + world_size // 2 + list(MATRIX).index(precision)) % 2 else "engine"
+    check(precision, stage, gas, world_size, optimizer=optimizer, loops=(loop,))
 
 
 @distributed(2)
@@ -108,7 +109,7 @@ OFFLOAD_CASES = [(stage, offload) for stage in (1, 2, 3) for offload in OFFLOADS
 
 @distributed([1, 3])
 @pytest.mark.parametrize("gas", [1, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16-fp32", "fp16-fp32"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-fp32"])
 @pytest.mark.parametrize("stage, offload", OFFLOAD_CASES)
 def test_offload(stage: int, offload: str, precision: str, gas: int, world_size: int) -> None:
     is_odd = (stage + gas // 2 + world_size // 2 + (precision == "fp32")) % 2  # each meets each axis
