@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -87,6 +88,7 @@ def _end_communication() -> None:
     interpreter ends, it cannot, and the process aborts ("terminate called without an active exception"). NCCL is left
     alone, since its end may wait for peers that failed.
     """
+    gc.collect()  # engines that nobody refers to any more end with their groups
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
         time.sleep(LAST_RELEASE_SECONDS)

@@ -8,6 +8,7 @@ import gc
 import logging
 import math
 import os
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -538,6 +539,8 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}', nor has its module") from None
 
     def __del__(self) -> None:
+        if sys.is_finalizing():  # too late for threads that need the interpreter to end
+            return
         try:
             self.destroy()
         except Exception:  # the interpreter or the process group may be half gone; there is nobody to tell
