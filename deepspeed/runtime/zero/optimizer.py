@@ -150,7 +150,8 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
         if self.clip_grad > 0:
             factor = self._factor(self.grad_norm()) * self.loss_scaler.value
             for bucket in self.buckets:
-                bucket.grad_shard.mul_(factor)
+                grad = bucket.grad_shard
+                grad.mul_(factor.to(grad.device))
 
     def _factor(self, norm: torch.Tensor | None) -> Factor:
         """Return what gradients are multiplied by: unscaling and clipping in one factor. A tensor stays on the device."""
