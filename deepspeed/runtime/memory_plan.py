@@ -22,7 +22,7 @@ from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.runtime.optimizers import is_elementwise
 from deepspeed.runtime.plan import Plan
 from deepspeed.runtime.policies import BucketDtypes, Medium, Placement
-from deepspeed.runtime.zero.grouping import BucketSpec
+from deepspeed.runtime.zero.grouping import BucketSpec, place_buckets
 from deepspeed.runtime.zero.layout import ShardLayout, cut_by_bucket
 from deepspeed.runtime.zero.reducer import MAX_REDUCTIONS_IN_FLIGHT
 from deepspeed.runtime.zero.update import ADAM_CLASSES
@@ -132,10 +132,8 @@ class MemoryPlan:
 
 def bucket_sizes(specs: Sequence[BucketSpec], plan: Plan, rank: int, *, is_flat: bool) -> list[BucketSize]:
     """Return the sizes of planned buckets. rank: of this process in its shard group. is_flat: the optimizer is elementwise."""
-    placements = plan.offload.placements(
-        [(sum(p.numel() for p in spec.params), spec.is_trainable, spec.is_sharded) for spec in specs])
     sizes = []
-    for spec, placement in zip(specs, placements):
+    for spec, placement in zip(specs, place_buckets(specs, plan.offload)):
         layout = cut_by_bucket([parameter.numel() for parameter in spec.params], plan.shard_size)
         residency = plan.residency(spec.is_sharded)
         sizes.append(BucketSize(

@@ -21,7 +21,7 @@ from deepspeed.runtime.policies import DiskPlan, Medium
 from deepspeed.runtime.zero.bucket import NodeShard, ParamBucket
 from deepspeed.runtime.zero.coordinator import ParamCoordinator
 from deepspeed.runtime.zero.disk_store import DiskStore, ShardStore
-from deepspeed.runtime.zero.grouping import BucketSpec, plan_buckets
+from deepspeed.runtime.zero.grouping import BucketSpec, place_buckets, plan_buckets
 from deepspeed.runtime.zero.hooks import ZeroHooks
 from deepspeed.runtime.zero.host_memory import HostMemory
 from deepspeed.runtime.zero.optimizer import ShardedOptimizer
@@ -108,7 +108,7 @@ def _state_factory(plan: Plan, topology: Topology, buckets: Sequence[ParamBucket
 
 def _open_shard_store(plan: Plan, specs: Sequence[BucketSpec], memory: HostMemory) -> ShardStore:
     store = ShardStore(plan.offload.shard_disk, memory)
-    store.reserve((-(-sum(p.numel() for p in spec.params) // plan.shard_size), spec.params[0].dtype)
+    store.reserve((-(-spec.numel // plan.shard_size), spec.params[0].dtype)
                   for spec in specs if spec.is_sharded)
     return store
 
@@ -195,10 +195,8 @@ def _build_buckets(plan: Plan, topology: Topology, model: nn.Module, specs: Sequ
     if plan.offload.shard is Medium.DISK:
         _check_buffer(plan.offload.shard_disk, specs, names)
         disk = _on_all_ranks(topology, lambda: _open_shard_store(plan, specs, memories[device]))
-    placements = plan.offload.placements(
-        [(sum(p.numel() for p in spec.params), spec.is_trainable, spec.is_sharded) for spec in specs])
     buckets = []
-    for spec, placement in zip(specs, placements):
+    for spec, placement in zip(specs, place_buckets(specs, plan.offload)):
         _end_sharding(spec.params, topology, make_wire)
         with gather_for_adoption(spec.params):
             bucket = ParamBucket(spec, tuple(names[p] for p in spec.params), pair, wire,

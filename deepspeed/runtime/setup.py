@@ -17,6 +17,7 @@ from deepspeed.runtime.policies import Medium
 from deepspeed.runtime.zero.config import DEFAULT_LEAF_CLASSES, LeafModuleConfig
 from deepspeed.runtime.zero.init import is_sharded_by_init
 from deepspeed.runtime.zero.param_home import is_left_sharded
+from deepspeed.runtime.zero.storage import placeholder
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from deepspeed.utils.z3_leaf_module import (
     set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix,
@@ -46,8 +47,7 @@ def place_model(model: nn.Module, plan: Plan, device: torch.device, changes_devi
         rests_on_host = plan.offload.shard is not Medium.DEVICE
         target = device if changes_device and not rests_on_host else parameter.device
         if is_left_sharded(parameter):  # the values follow, in what is shown here, when a bucket adopts it
-            nothing = float("nan") if dtype.is_floating_point else 0
-            parameter.data = torch.full((), nothing, dtype=dtype, device=target).expand(parameter.shape)
+            parameter.data = placeholder(parameter.shape, dtype, target)
             continue
         if parameter.dtype != dtype or parameter.device != target:
             parameter.data = parameter.data.to(device=target, dtype=dtype)

@@ -16,6 +16,7 @@ import torch
 from deepspeed.errors import OffloadError
 from deepspeed.runtime.policies import DiskPlan
 from deepspeed.runtime.zero.host_memory import HostMemory
+from deepspeed.runtime.zero.storage import placeholder
 from deepspeed.runtime.zero.swap_file import SwapFile, SwapTransfer, padded
 
 
@@ -31,8 +32,7 @@ class Shown:
         self.tensor.data = flat[self.start:self.stop].view(self.tensor.shape)
 
     def hide(self) -> None:
-        nothing = float("nan") if self.tensor.is_floating_point() else 0
-        self.tensor.data = torch.full((), nothing, dtype=self.tensor.dtype).expand(self.tensor.shape)
+        self.tensor.data = placeholder(self.tensor.shape, self.tensor.dtype, "cpu")
 
 
 @dataclass(eq=False)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from deepspeed.errors import PlanError
+from deepspeed.runtime.policies import OffloadPlan, Placement
 from deepspeed.utils.z3_leaf_module import is_instance_of, list_classes, z3_leaf_module
 
 NOT_OPTIMIZED = -1
@@ -53,6 +54,16 @@ class BucketSpec:
     is_sharded: bool
     is_trainable: bool
     label: str = ""
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of its parameters."""
+        return sum(parameter.numel() for parameter in self.params)
+
+
+def place_buckets(specs: Sequence[BucketSpec], offload: OffloadPlan) -> list[Placement]:
+    """Return where the state and the shard of each bucket rest."""
+    return offload.placements([(spec.numel, spec.is_trainable, spec.is_sharded) for spec in specs])
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,9 @@ class MovedStates:
         """
         arrivals = []
         self._optimizer.settle()
+        memories = {device: HostMemory(device, pins) for device in {bucket.device for bucket in self._buckets}}
         for bucket in self._buckets:
-            memory = HostMemory(bucket.device, pins)
+            memory = memories[bucket.device]
             for shown in self._flats(bucket, kinds):
                 arrivals.append(_to_host(shown, memory))
                 self._moved.append((bucket, shown))

@@ -95,9 +95,7 @@ class DiskStates(StateStore):
 
     @contextmanager
     def opened(self, buckets: Sequence[ParamBucket], is_changed: bool = False) -> Iterator[None]:
-        for bucket in buckets:
-            bucket.settle_update()
-        with self._store.opened(self._arrays_of(buckets), is_changed):
+        with super().opened(buckets, is_changed), self._store.opened(self._arrays_of(buckets), is_changed):
             yield
 
     def shown(self, piece: Piece, key: str, tensor: torch.Tensor) -> torch.Tensor | StoredState:

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from deepspeed.runtime.zero.bucket import ParamBucket
 
 
+def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """Return a tensor that stands for values that are elsewhere: NaN (0 for integers) in one element of memory."""
+    nothing = float("nan") if dtype.is_floating_point else 0
+    return torch.full((), nothing, dtype=dtype, device=device).expand(shape)
+
+
 class Slot:
     """One full-size buffer and the bucket whose bytes it holds."""
 

@@ -211,7 +211,7 @@ def choose_turns(inner: torch.optim.Optimizer, pieces_of: PiecesOf, masters: Map
     turns = []
     if on_device:
         apply = _choose_on_device(inner, pieces_of, on_device)
-        turns += [Turn(buckets, apply) for buckets in ([list(on_device)] if numel is None else split(list(on_device), numel))]
+        turns += [Turn(buckets, apply) for buckets in ([list(on_device)] if numel is None else _split(list(on_device), numel))]
     if on_host:
         apply = _choose_on_host(inner, pieces_of, on_host, host_threads)
         runs = [list(on_host)] if numel is None else [[bucket] for bucket in on_host]
@@ -241,7 +241,7 @@ def _choose_on_host(inner: torch.optim.Optimizer, pieces_of: PiecesOf, masters: 
     return InnerUpdate(inner, pieces_of, masters)
 
 
-def split(buckets: Sequence[ParamBucket], numel: int) -> list[list[ParamBucket]]:
+def _split(buckets: Sequence[ParamBucket], numel: int) -> list[list[ParamBucket]]:
     """Return runs of buckets whose shards have about `numel` elements together."""
     runs: list[list[ParamBucket]] = []
     room = 0
