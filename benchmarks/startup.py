@@ -10,6 +10,7 @@ device waited for at the ends of a phase (so phases that overlapped are told apa
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import os
@@ -110,6 +111,7 @@ def rounds_of_ds(arguments: argparse.Namespace, device: torch.device) -> list[di
         watch.seconds.clear()
         engine.destroy()
         del engine, model
+        gc.collect()  # what refers to itself, before the next model needs the memory
     dist.barrier()
     return rounds
 

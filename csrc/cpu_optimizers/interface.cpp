@@ -77,6 +77,9 @@ EXPORTED int32_t ds_best_instruction_set() {
     return SCALAR;
 }
 
+// For callers to see that they mean the same struct.
+EXPORTED int32_t ds_size_of_tensors() { return sizeof(Tensors); }
+
 EXPORTED int32_t ds_has_threads() {
 #ifdef DS_OPENMP
     return 1;

@@ -6,10 +6,12 @@
 enum DataType : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 // One update: arrays of `numel` elements at any address, of which none overlap. state[1] is null for rules with one state, out
-// for an update that rounds into no other array. The gradient counts `factor` times.
+// for an update that rounds into no other array. The results go into new_param and new_state, in the types of param and state;
+// null for those themselves. The gradient counts `factor` times.
 struct Tensors {
     int64_t numel;
     void *param, *state[2];
+    void *new_param, *new_state[2];
     const void *grad;
     void *out;
     DataType param_type, state_type, grad_type, out_type;

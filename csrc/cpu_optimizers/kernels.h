@@ -114,9 +114,11 @@ float *open(void *array, DataType type, int64_t start, int64_t n, float *buffer)
     return buffer;
 }
 
-// The reverse of open, once the elements are updated.
-void close(const float *opened, void *array, DataType type, int64_t start, int64_t n) {
-    if (array != nullptr && type != FLOAT32) narrow(opened, reinterpret_cast<uint16_t *>(at(array, type, start)), type, n);
+// The same for elements whose results go elsewhere: never in place.
+float *open_copy(void *array, DataType type, int64_t start, int64_t n, float *buffer) {
+    const float *opened = open(array, type, start, n, buffer);
+    if (opened != nullptr && opened != buffer) __builtin_memcpy(buffer, opened, n * sizeof(float));
+    return opened == nullptr ? nullptr : buffer;
 }
 
 // Scales the gradient into `buffer`.
@@ -141,42 +143,58 @@ void write_past_caches(char *__restrict to, const char *__restrict from, int64_t
 #endif
 }
 
-// Rounds updated parameters into `out`.
-void write_out(const Tensors &t, const float *param, int64_t start, int64_t n, uint16_t *rounded) {
-    char *to = at(t.out, t.out_type, start);
-    const char *from = reinterpret_cast<const char *>(param);
-    if (t.out_type != FLOAT32) {
-        narrow(param, rounded, t.out_type, n);
+// Rounds `values` into elements of an array that nobody reads soon. rounded: room for a block.
+void write(const float *values, void *array, DataType type, int64_t start, int64_t n, bool may_stream, uint16_t *rounded) {
+    char *to = at(array, type, start);
+    const char *from = reinterpret_cast<const char *>(values);
+    if (type != FLOAT32) {
+        narrow(values, rounded, type, n);
         from = reinterpret_cast<const char *>(rounded);
     }
-    const int64_t bytes = n * size_of(t.out_type);
-    const bool is_streamed = t.numel >= STREAMED_NUMEL && reinterpret_cast<uintptr_t>(to) % LINE == 0 && bytes % LINE == 0;
+    const int64_t bytes = n * size_of(type);
+    const bool is_streamed = may_stream && reinterpret_cast<uintptr_t>(to) % LINE == 0 && bytes % LINE == 0;
     is_streamed ? write_past_caches(to, from, bytes) : static_cast<void>(__builtin_memcpy(to, from, bytes));
 }
 
-// Elements of the first block: as many as bring `out` to a cache line, so that all blocks after it can be streamed.
+// The reverse of open or open_copy, once the elements are updated. elsewhere: null for the array that was opened.
+void close(const float *opened, void *array, void *elsewhere, DataType type, int64_t start, int64_t n, bool may_stream,
+           uint16_t *rounded) {
+    if (array == nullptr) return;
+    if (elsewhere != nullptr) {
+        write(opened, elsewhere, type, start, n, may_stream, rounded);
+    } else if (type != FLOAT32) {
+        narrow(opened, reinterpret_cast<uint16_t *>(at(array, type, start)), type, n);
+    }
+}
+
+// Elements of the first block: as many as bring what is only written to a cache line, so that all blocks after it can be
+// streamed.
 int64_t first_block(const Tensors &t, int64_t begin) {
-    if (t.out == nullptr) return BLOCK;
-    const int64_t beyond = reinterpret_cast<uintptr_t>(at(t.out, t.out_type, begin)) % LINE;
-    return beyond == 0 ? BLOCK : (LINE - beyond + size_of(t.out_type) - 1) / size_of(t.out_type);
+    void *array = t.out == nullptr ? t.new_param : t.out;
+    if (array == nullptr) return BLOCK;
+    const DataType type = t.out == nullptr ? t.param_type : t.out_type;
+    const int64_t beyond = reinterpret_cast<uintptr_t>(at(array, type, begin)) % LINE;
+    return beyond == 0 ? BLOCK : (LINE - beyond + size_of(type) - 1) / size_of(type);
 }
 
 template <class Rule>
 void update(const Tensors &t, const typename Rule::Numbers &numbers, int64_t begin, int64_t end) {
     alignas(LINE) float grad[BLOCK], buffers[3][BLOCK];
     alignas(LINE) uint16_t rounded[BLOCK];
+    const bool may_stream = t.numel >= STREAMED_NUMEL;
+    const auto open_state = t.new_param == nullptr ? open : open_copy;
     int64_t n = first_block(t, begin);
     for (int64_t start = begin; start < end; start += n, n = BLOCK) {
         if (n > end - start) n = end - start;
         load_gradient(t, start, n, grad);
-        float *param = open(t.param, t.param_type, start, n, buffers[0]);
-        float *state0 = open(t.state[0], t.state_type, start, n, buffers[1]);
-        float *state1 = open(t.state[1], t.state_type, start, n, buffers[2]);
+        float *param = open_state(t.param, t.param_type, start, n, buffers[0]);
+        float *state0 = open_state(t.state[0], t.state_type, start, n, buffers[1]);
+        float *state1 = open_state(t.state[1], t.state_type, start, n, buffers[2]);
         Rule::apply(numbers, grad, param, state0, state1, n);
-        close(param, t.param, t.param_type, start, n);
-        close(state0, t.state[0], t.state_type, start, n);
-        close(state1, t.state[1], t.state_type, start, n);
-        if (t.out != nullptr) write_out(t, param, start, n, rounded);
+        close(param, t.param, t.new_param, t.param_type, start, n, may_stream, rounded);
+        close(state0, t.state[0], t.new_state[0], t.state_type, start, n, may_stream, rounded);
+        close(state1, t.state[1], t.new_state[1], t.state_type, start, n, may_stream, rounded);
+        if (t.out != nullptr) write(param, t.out, t.out_type, start, n, may_stream, rounded);
     }
 #ifdef __x86_64__
     _mm_sfence();

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -37,6 +37,7 @@ class DeepSpeedCPUAdagrad(CPUOptimizer):
         super().__init__(model_params, defaults, fp32_optimizer_states)
 
     def _update(self, group: dict, step: int, param: Tensor, states: tuple[Tensor, ...], grad: Tensor, *,
-                out: Tensor | None = None, factor: float = 1.0, num_threads: int | None = None) -> None:
+                out: Tensor | None = None, factor: float = 1.0, num_threads: int | None = None,
+                into: Sequence[Tensor] | None = None) -> None:
         numbers = AdagradNumbers(float(group["lr"]), group["eps"], group["weight_decay"])
-        update_adagrad_on_cpu(param, *states, grad, out, numbers, factor, num_threads)
+        update_adagrad_on_cpu(param, *states, grad, out, numbers, factor, num_threads, into)

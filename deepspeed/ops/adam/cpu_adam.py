@@ -61,8 +61,9 @@ class DeepSpeedCPUAdam(CPUOptimizer):
         return super().__getstate__() | {"adam_w_mode": self.adam_w_mode}
 
     def _update(self, group: dict, step: int, param: Tensor, states: tuple[Tensor, ...], grad: Tensor, *,
-                out: Tensor | None = None, factor: float = 1.0, num_threads: int | None = None) -> None:
-        update_on_cpu(param, *states, grad, out, self._numbers(group, step), factor, num_threads)
+                out: Tensor | None = None, factor: float = 1.0, num_threads: int | None = None,
+                into: Sequence[Tensor] | None = None) -> None:
+        update_on_cpu(param, *states, grad, out, self._numbers(group, step), factor, num_threads, into)
 
     def _roll_back(self, group: dict, step: int, param: Tensor, states: tuple[Tensor, ...], grad: Tensor) -> None:
         roll_back_on_cpu(param, *states, grad, None, self._numbers(group, step))

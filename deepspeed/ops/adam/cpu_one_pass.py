@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,15 +14,16 @@ from deepspeed.ops.native.cpu_optimizers import AdamArguments, apply
 
 
 def update_on_cpu(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, out: Tensor | None, numbers: AdamNumbers,
-                  factor: float = 1.0, num_threads: int | None = None) -> None:
+                  factor: float = 1.0, num_threads: int | None = None, into: Sequence[Tensor] | None = None) -> None:
     """Update `master` and both moments in place by `factor` times `grad`, and round the new master into `out`.
 
     All are contiguous 1-D CPU tensors of one size, each in fp32, bf16 or fp16, the moments in one dtype; arithmetic is in fp32.
     `out` may be None, or the gradient's own memory in the gradient's dtype; nothing else may overlap. num_threads: None for
-    torch.get_num_threads(). The GIL is released meanwhile. Raises: UsageError for other tensors.
+    torch.get_num_threads(). into: where the new master and moments go, leaving the old ones as they are, None for in place. The
+    GIL is released meanwhile. Raises: UsageError for other tensors.
     """
     reference = functools.partial(_update_with_torch, numbers)
-    apply("ds_adam", _arguments(numbers), reference, master, (exp_avg, exp_avg_sq), grad, out, factor, num_threads)
+    apply("ds_adam", _arguments(numbers), reference, master, (exp_avg, exp_avg_sq), grad, out, factor, num_threads, into)
 
 
 def roll_back_on_cpu(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, out: Tensor | None,

@@ -35,6 +35,7 @@ class DeepSpeedCPULion(CPUOptimizer):
         super().__init__(model_params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}, fp32_optimizer_states)
 
     def _update(self, group: dict, step: int, param: Tensor, states: tuple[Tensor, ...], grad: Tensor, *,
-                out: Tensor | None = None, factor: float = 1.0, num_threads: int | None = None) -> None:
+                out: Tensor | None = None, factor: float = 1.0, num_threads: int | None = None,
+                into: Sequence[Tensor] | None = None) -> None:
         numbers = LionNumbers(float(group["lr"]), *group["betas"], group["weight_decay"])
-        update_lion_on_cpu(param, *states, grad, out, numbers, factor, num_threads)
+        update_lion_on_cpu(param, *states, grad, out, numbers, factor, num_threads, into)

@@ -52,8 +52,9 @@ class LionArguments(ctypes.Structure):
 
 class _Tensors(ctypes.Structure):
     _fields_ = [
-        ("numel", ctypes.c_int64), ("param", ctypes.c_void_p), ("state", ctypes.c_void_p * 2), ("grad", ctypes.c_void_p),
-        ("out", ctypes.c_void_p), ("param_type", ctypes.c_int32), ("state_type", ctypes.c_int32), ("grad_type", ctypes.c_int32),
+        ("numel", ctypes.c_int64), ("param", ctypes.c_void_p), ("state", ctypes.c_void_p * 2), ("new_param", ctypes.c_void_p),
+        ("new_state", ctypes.c_void_p * 2), ("grad", ctypes.c_void_p), ("out", ctypes.c_void_p),
+        ("param_type", ctypes.c_int32), ("state_type", ctypes.c_int32), ("grad_type", ctypes.c_int32),
         ("out_type", ctypes.c_int32), ("factor", ctypes.c_float),
     ]
 
@@ -72,6 +73,9 @@ def instruction_set() -> InstructionSet:
     if wanted == InstructionSet.TORCH.name:
         return InstructionSet.TORCH
     loaded = load_library(LIBRARY)
+    if loaded is not None and getattr(loaded, "ds_size_of_tensors", lambda: 0)() != ctypes.sizeof(_Tensors):
+        raise UsageError(f"the native library {LIBRARY} was built from other sources than this package's Python. Reinstall the "
+                         f"package, or set {VARIABLE}=torch.")
     best = InstructionSet.TORCH if loaded is None else InstructionSet(loaded.ds_best_instruction_set())
     if not wanted:
         return best
@@ -91,40 +95,49 @@ def describe() -> str:
 
 
 def apply(function: str, arguments: ctypes.Structure, reference: Callable[..., None], param: Tensor, states: Sequence[Tensor],
-          grad: Tensor, out: Tensor | None, factor: float, num_threads: int | None) -> None:
+          grad: Tensor, out: Tensor | None, factor: float, num_threads: int | None,
+          into: Sequence[Tensor] | None = None) -> None:
     """Call the library's `function`, or where it is missing `reference`, on flat CPU tensors.
 
-    reference: takes param, states and the scaled gradient, all in fp32, and updates param and states in place.
+    reference: takes param, states and the scaled gradient, all in fp32, and updates param and states in place. into: where the
+    new param and states go, in this order, in the dtypes of the old ones, which stay as they are; None changes these.
     Raises: UsageError unless all are contiguous 1-D CPU tensors of one size in fp32, bf16 or fp16, the states of one dtype.
     """
-    _check(function, param, states, grad, out)
+    _check(function, param, states, grad, out, into)
     kernels = instruction_set()
     if kernels is InstructionSet.TORCH:
-        _apply_in_torch(reference, param, states, grad, out, factor)
+        _apply_in_torch(reference, param, states, grad, out, factor, into)
     else:
-        run(function, arguments, param, states, grad, out, factor, num_threads, kernels)
+        run(function, arguments, param, states, grad, out, factor, num_threads, kernels, into)
 
 
 def run(function: str, arguments: ctypes.Structure, param: Tensor, states: Sequence[Tensor], grad: Tensor, out: Tensor | None,
-        factor: float, num_threads: int | None, kernels: InstructionSet) -> None:
+        factor: float, num_threads: int | None, kernels: InstructionSet, into: Sequence[Tensor] | None = None) -> None:
     """Call the library's `function` on checked tensors; the GIL is released meanwhile.
 
     num_threads: None for as many as PyTorch uses. kernels: an instruction set that this machine has, not TORCH.
     """
-    pointers = [state.data_ptr() for state in states]
+    new_param, *new_states = [None] * 3 if into is None else [tensor.data_ptr() for tensor in into]
     tensors = _Tensors(
-        param.numel(), param.data_ptr(), (ctypes.c_void_p * 2)(*pointers), grad.data_ptr(),
-        0 if out is None else out.data_ptr(), DTYPES[param.dtype], DTYPES[states[0].dtype], DTYPES[grad.dtype],
-        0 if out is None else DTYPES[out.dtype], factor)
+        param.numel(), param.data_ptr(), _pointers(*(state.data_ptr() for state in states)), new_param, _pointers(*new_states),
+        grad.data_ptr(), None if out is None else out.data_ptr(), DTYPES[param.dtype], DTYPES[states[0].dtype],
+        DTYPES[grad.dtype], 0 if out is None else DTYPES[out.dtype], factor)
     threads = torch.get_num_threads() if num_threads is None else num_threads
     status = getattr(load_library(LIBRARY), function)(ctypes.byref(tensors), ctypes.byref(arguments), threads, int(kernels))
     assert status == 0, (function, kernels)
 
 
+_pointers = ctypes.c_void_p * 2
+
+
 @torch.no_grad()
 def _apply_in_torch(reference: Callable[..., None], param: Tensor, states: Sequence[Tensor], grad: Tensor, out: Tensor | None,
-                    factor: float) -> None:
+                    factor: float, into: Sequence[Tensor] | None) -> None:
     targets = (param, *states)
+    if into is not None:
+        for target, source in zip(into, targets):
+            target.copy_(source)
+        targets = into
     wide = [target.float() for target in targets]  # an fp32 tensor is its own
     reference(*wide, grad.float() * factor)
     for target, updated in zip(targets, wide):
@@ -134,8 +147,9 @@ def _apply_in_torch(reference: Callable[..., None], param: Tensor, states: Seque
         out.copy_(wide[0])
 
 
-def _check(where: str, param: Tensor, states: Sequence[Tensor], grad: Tensor, out: Tensor | None) -> None:
-    tensors = (param, grad, *states) if out is None else (param, grad, *states, out)
+def _check(where: str, param: Tensor, states: Sequence[Tensor], grad: Tensor, out: Tensor | None,
+           into: Sequence[Tensor] | None) -> None:
+    tensors = [param, grad, *states, *(() if out is None else (out,)), *(into or ())]
     numel = param.numel()
     for tensor in tensors:
         is_flat = tensor.dim() == 1 and tensor.numel() == numel and tensor.is_contiguous()
@@ -146,3 +160,6 @@ def _check(where: str, param: Tensor, states: Sequence[Tensor], grad: Tensor, ou
                 "elements as the parameter).")
     if states[-1].dtype != states[0].dtype:
         raise UsageError(f"{where} got states of {states[0].dtype} and {states[-1].dtype} (expected one dtype for both).")
+    given, wanted = [tensor.dtype for tensor in into or ()], [tensor.dtype for tensor in (param, *states)]
+    if into is not None and given != wanted:
+        raise UsageError(f"{where} is to write into tensors of {given} (expected {wanted}, as the parameter and its states).")

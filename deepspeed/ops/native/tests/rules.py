@@ -111,8 +111,8 @@ class Buffers:
         return cls(place(random(), param, offset), states, place(random(), grad, 3 * offset),
                    None if out is None else place(torch.zeros(numel), out, 5 * offset), whole, margins)
 
-    def update(self, rule: Rule, factor: float = 1.0, num_threads: int | None = 1) -> None:
-        rule.update(self.param, *self.states, self.grad, self.out, rule.numbers, factor, num_threads)
+    def update(self, rule: Rule, factor: float = 1.0, num_threads: int | None = 1, into: list[Tensor] | None = None) -> None:
+        rule.update(self.param, *self.states, self.grad, self.out, rule.numbers, factor, num_threads, into)
 
     def is_untouched_around(self) -> bool:
         return all((holder[:start] == 7).all() and (holder[stop:] == 7).all()

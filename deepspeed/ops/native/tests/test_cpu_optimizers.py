@@ -88,6 +88,26 @@ def test_instruction_sets_threads_and_places_give_the_same_bits(kernels: Instruc
 
 @each_set
 @each_rule
+@pytest.mark.parametrize("param, state", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32),
+                                          (torch.float32, torch.float16)])
+def test_results_may_go_elsewhere(kernels: InstructionSet, name: str, param: torch.dtype, state: torch.dtype) -> None:
+    """The same bits as in place, and the old values stay."""
+    rule = RULES[name]
+    for numel, offset, out in itertools.product((301, 300_001), (0, 3), (None, torch.bfloat16)):
+        old, inside, target = (Buffers.make(rule, numel, param, state, torch.bfloat16, out, offset) for _ in range(3))
+        target.grad.zero_()
+        with forced(kernels):
+            inside.update(rule, 0.7, num_threads=2)
+            old.update(rule, 0.7, num_threads=2, into=[target.param, *target.states])
+        new = [target.param, *target.states, *([] if out is None else [old.out])]
+        assert all(map(is_same, new, inside.results())), (numel, offset, out)
+        before = Buffers.make(rule, numel, param, state, torch.bfloat16, out, offset)
+        assert all(map(is_same, [old.param, *old.states], [before.param, *before.states])), (numel, offset, out)
+        assert target.is_untouched_around() and old.is_untouched_around()
+
+
+@each_set
+@each_rule
 def test_five_steps(kernels: InstructionSet, name: str) -> None:
     rule = RULES[name]
     buffers = Buffers.make(rule, 2003)
@@ -167,6 +187,9 @@ def test_output_may_take_the_gradients_memory(kernels: InstructionSet) -> None:
 
 
 def test_wrong_tensors_are_refused() -> None:
+    buffers, small = Buffers.make(RULES["lion"], 8), Buffers.make(RULES["lion"], 8, torch.bfloat16)
+    with pytest.raises(UsageError, match="into tensors of"):
+        buffers.update(RULES["lion"], into=[small.param, *small.states])
     good = [torch.zeros(4) for _ in range(4)]
     wrong = {
         "shape": torch.zeros(2, 2), "strides": torch.zeros(8)[::2], "float64": torch.zeros(4, dtype=torch.float64),

@@ -53,7 +53,7 @@ def test_one_pass_is_the_optimizers_own_update(stage, precision, gas, atol, kind
     engine = start(stage, kind, precision, gas)
     assert all(isinstance(turn.apply, OnePassAdam) for turn in engine.optimizer._turns)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(update_module, "_choose_update", InnerUpdate)
+        patch.setattr(update_module, "_choose_on_device", InnerUpdate)
         other = start(stage, kind, precision, gas)
     for one in (engine, other):
         train(one, 3)
