@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -30,21 +31,31 @@ class CPUOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _update(self, group: dict, step: int, param: Tensor, states: tuple[Tensor, ...], grad: Tensor, *,
-                out: Tensor | None = None, factor: float = 1.0, num_threads: int | None = None) -> None:
-        """Update flat `param` and `states` in place by `factor` times flat `grad`, and round the result into `out`.
+                out: Tensor | None = None, factor: float = 1.0, num_threads: int | None = None,
+                into: Sequence[Tensor] | None = None) -> None:
+        """Update flat `param` and `states` by `factor` times flat `grad`, and round the result into `out`.
 
-        step: number of this update of the parameter, from 1.
+        step: number of this update of the parameter, from 1. into: where the new param and states go; None for in place.
         """
 
-    def prepare_step(self, group: dict, param: Tensor, grad: Tensor, factor: float, num_threads: int
-                     ) -> Callable[[Tensor | None], None]:
-        """Count a step of one contiguous parameter of `group`, and return what takes it, in any thread, with the group's values
-        of now: it updates by `factor` times `grad` (1-D, any float dtype), and rounds the result into its argument (1-D, or
-        None) in the same pass. No hooks run. For callers that keep gradients elsewhere."""
+    def prepare_step(self, group: dict, param: Tensor, grad: Tensor, factor: float, num_threads: int) -> Callable[..., None]:
+        """Return what takes the next step of one contiguous parameter of `group` with the group's values of now.
+
+        Called with (out, into=None), in any thread: it updates by `factor` times `grad` (1-D, any float dtype) and rounds the
+        result into `out` (1-D, or None) in the same pass. into: where the new parameter and STATES go (1-D each); None for in
+        place. No hooks run, and the step is not counted (`count_step`). For callers that keep gradients elsewhere.
+        """
         state, group = self._state(group, param), {**group, "params": ()}
-        state["step"] = step = int(state["step"]) + 1
         flat, states = param.detach().view(-1), tuple(state[name].view(-1) for name in self.STATES)
-        return lambda out: self._update(group, step, flat, states, grad, out=out, factor=factor, num_threads=num_threads)
+        return functools.partial(self._take_step, group, int(state["step"]) + 1, flat, states, grad, factor, num_threads)
+
+    def count_step(self, param: Tensor) -> None:
+        """Count the step that `prepare_step` returned."""
+        self.state[param]["step"] = int(self.state[param]["step"]) + 1
+
+    def _take_step(self, group: dict, step: int, flat: Tensor, states: tuple[Tensor, ...], grad: Tensor, factor: float,
+                   num_threads: int, out: Tensor | None, into: Sequence[Tensor] | None = None) -> None:
+        self._update(group, step, flat, states, grad, out=out, factor=factor, num_threads=num_threads, into=into)
 
     def add_param_group(self, param_group: dict) -> None:
         """Add a group. Raises: UsageError (an AssertionError) for a parameter of another dtype."""

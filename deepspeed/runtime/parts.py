@@ -80,7 +80,8 @@ def build_parts(plan: Plan, topology: Topology, model: nn.Module, inner: torch.o
         optimizer = make(
             inner, trainable, reducer, scaler, consistency, topology.model_parallel, clip=plan.clip,
             needs_norm=plan.needs_norm, is_elementwise=is_elementwise(inner), update_numel=plan.update_numel,
-            host_threads=plan.offload.threads, states=_state_factory(plan, topology, trainable, device))
+            host_threads=plan.offload.threads, speculates=plan.offload.speculates,
+            states=_state_factory(plan, topology, trainable, device))
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         optimizer.parameter_offload = DeepSpeedZeRoOffload(model, hooks, coordinator)
     install_views(model, buckets, optimizer, coordinator, hooks, is_partitioned=plan.shards_parameters,

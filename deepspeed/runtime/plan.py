@@ -36,7 +36,6 @@ AUTOCAST_LABEL = "autocast"
 
 # Keys that are accepted and change nothing here, with the reason; `ds_config show` prints it.
 KEYS_WITHOUT_EFFECT = {
-    "zero_optimization.offload_optimizer.cpuadam_cores_perc": "belongs to super_offload",
     "zero_optimization.offload_optimizer.fast_init": "the first state is always written a bucket at a time",
     "zero_optimization.contiguous_gradients": "gradients of a bucket are always contiguous",
     "zero_optimization.allgather_bucket_size": "a gather is one bucket: a transformer block, or what stands around the blocks",
@@ -257,34 +256,41 @@ def offload_plan(config: DeepSpeedConfig, stage: int) -> OffloadPlan:
     if stage < 3:
         shard = Medium.DEVICE
         state = Medium.HOST if state is Medium.DISK else state
+    of_state, of_shard = zero.offload_optimizer, zero.offload_param
+    speculates = of_state is not None and of_state.super_offload
+    if speculates and state is not Medium.HOST:
+        raise PlanError('zero_optimization.offload_optimizer.super_offload is true, which needs offload_optimizer.device "cpu" '
+                        f'(it is "{of_state.device.value}").')
     aio = Settings(config.aio.block_size, config.aio.queue_depth, config.aio.single_submit, config.aio.overlap_events,
                    config.aio.intra_op_parallelism)
 
     def is_set(key: str) -> bool:
         return config.is_set(f"zero_optimization.{key}")
 
+    limits_cores = speculates or is_set("offload_optimizer.cpuadam_cores_perc")
     state_disk = shard_disk = None
     if state is Medium.DISK:
-        block = zero.offload_optimizer
-        reads_ahead = block.pipeline_read or not is_set("offload_optimizer.pipeline_read")
-        writes_behind = block.pipeline_write or not is_set("offload_optimizer.pipeline_write")
-        state_disk = DiskPlan(Path(block.nvme_path) / "zero_optimizer", aio, depth=1 + reads_ahead + writes_behind,
-                              buffer_count=block.buffer_count if is_set("offload_optimizer.buffer_count") else None)
+        reads_ahead = of_state.pipeline_read or not is_set("offload_optimizer.pipeline_read")
+        writes_behind = of_state.pipeline_write or not is_set("offload_optimizer.pipeline_write")
+        state_disk = DiskPlan(Path(of_state.nvme_path) / "zero_optimizer", aio, depth=1 + reads_ahead + writes_behind,
+                              buffer_count=of_state.buffer_count if is_set("offload_optimizer.buffer_count") else None)
     if shard is Medium.DISK:
-        block = zero.offload_param
-        shard_disk = DiskPlan(Path(block.nvme_path) / "zero_params", aio, memory_numel=block.max_in_cpu,
-                              buffer_count=block.buffer_count if is_set("offload_param.buffer_count") else None,
-                              buffer_numel=block.buffer_size if is_set("offload_param.buffer_size") else None)
+        shard_disk = DiskPlan(Path(of_shard.nvme_path) / "zero_params", aio, memory_numel=of_shard.max_in_cpu,
+                              buffer_count=of_shard.buffer_count if is_set("offload_param.buffer_count") else None,
+                              buffer_numel=of_shard.buffer_size if is_set("offload_param.buffer_size") else None)
     return OffloadPlan(
-        state, shard, state_disk=state_disk, shard_disk=shard_disk, threads=_host_threads(),
-        ratio=zero.offload_optimizer.ratio if zero.offload_optimizer else 1.0,
-        pins_state=bool(zero.offload_optimizer and zero.offload_optimizer.pin_memory),
-        pins_shard=bool(zero.offload_param and zero.offload_param.pin_memory))
+        state, shard, state_disk=state_disk, shard_disk=shard_disk, speculates=speculates,
+        threads=_host_threads(of_state.cpuadam_cores_perc if limits_cores else 1.0),
+        ratio=of_state.ratio if of_state else 1.0, pins_state=bool(of_state and of_state.pin_memory),
+        pins_shard=bool(of_shard and of_shard.pin_memory))
 
 
-def _host_threads() -> int:
-    """Return this rank's part of the cores that its process may use. Launchers set OMP_NUM_THREADS to 1, for other reasons."""
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+def _host_threads(fraction: float) -> int:
+    """Return `fraction` of this rank's part of the cores that its process may use.
+
+    Launchers set OMP_NUM_THREADS to 1, for other reasons.
+    """
+    return max(1, int(fraction * len(os.sched_getaffinity(0))) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def _gather_method(config: DeepSpeedConfig, stage: int) -> GatherMethod:

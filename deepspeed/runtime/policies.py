@@ -69,13 +69,15 @@ class DiskPlan:
 @dataclass(frozen=True)
 class OffloadPlan:
     """What leaves the device. state: where masters, optimizer state and gradients rest. shard: where sharded parameters do.
-    ratio: the fraction of the elements whose state leaves it. threads: of the CPU, for the update there. pins_state,
+    ratio: the fraction of the elements whose state leaves it. threads: of the CPU, for the update there. speculates: it
+    begins during backward. pins_state,
     pins_shard: page-lock what is copied. state_disk, shard_disk: for what goes to a disk."""
 
     state: Medium = Medium.DEVICE
     shard: Medium = Medium.DEVICE
     ratio: float = 1.0
     threads: int = 1
+    speculates: bool = False
     pins_state: bool = True
     pins_shard: bool = True
     state_disk: DiskPlan | None = None

@@ -55,7 +55,6 @@ UNAVAILABLE = (
     *_rows("apex mixed precision", _is_true, "amp.enabled"),
     *_rows("training without fp32 master weights", _is_true, "fp16.fp16_master_weights_and_grads",
            "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
-    *_rows("the superchip offload optimizer", _is_true, "zero_optimization.offload_optimizer.super_offload"),
     *_rows("offloading by GPU-direct storage", _is_true, "aio.use_gds"),
     *_rows("quantized communication", _is_true, "zero_optimization.zero_quantized_weights",
            "zero_optimization.zero_quantized_gradients", "zero_optimization.zero_quantized_nontrainable_weights"),

@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional
 
 import deepspeed
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.tests.keystone import engine_run, full_masters, make_config
 from tests.support.memory import held_storages
 from tests.support.models import VOCABULARY, AwkwardModel, param_groups
@@ -76,13 +77,15 @@ class WideModel(nn.Module):
 
 
 def training_case(stage: int, precision: str, gas: int, loop: str, model: type[nn.Module] = AwkwardOnDevice,
-                  zero: dict[str, Any] | None = None) -> list[str]:
-    """Train STEPS steps and compare the state after each."""
+                  zero: dict[str, Any] | None = None, on_host: bool = False) -> list[str]:
+    """Train STEPS steps and compare the state after each. on_host: with AdamW by the kernels for host memory."""
     kind, world = PRECISIONS[precision], dist.get_world_size()
     scale = LOSS_SCALE if precision == "fp16" else 1.0
     config = make_config(kind, stage, gas if loop == "engine" else 1, loss_scale=scale, zero=zero)
     factory = sgd if model is WideModel else optimizer_of(stage, gas)  # AdamW's first steps are too large for it
-    actual = engine_run(kind, config, gas=gas, steps=STEPS, loop=loop, optimizer_factory=factory, model_factory=model)
+    factory = adamw if on_host else factory
+    actual = engine_run(kind, config, gas=gas, steps=STEPS, loop=loop, optimizer_factory=cpu_adamw if on_host else factory,
+                        model_factory=model)
     if dist.get_rank() > 0:
         return []
     expected = reference(precision, gas, world, factory, stage >= 2, model)
@@ -98,6 +101,11 @@ def training_case(stage: int, precision: str, gas: int, loop: str, model: type[n
 def optimizer_of(stage: int, gas: int) -> OptimizerFactory:
     """The optimizer alternates, so that each meets every stage: SGD feels a wrong factor, AdamW has state."""
     return sgd if (stage + (gas > 1)) % 2 else adamw
+
+
+def cpu_adamw(groups: list[dict]) -> torch.optim.Optimizer:
+    """What `adamw` computes, on host memory."""
+    return DeepSpeedCPUAdam(groups, betas=(0.9, 0.99), eps=1e-8)
 
 
 @functools.lru_cache(maxsize=None)
@@ -192,6 +200,22 @@ def compiled_case(stage: int) -> list[str]:
     return found + [f"a graph was cut: {why}" for why in counters["graph_break"]]
 
 
+def speculative_case(stage: int, gas: int, clip: float) -> list[str]:
+    """Updates that begin during backward give the bits of those that begin after it, while other work overlaps with both."""
+    runs: list[dict[str, Tensor]] = []
+    for speculates in (True, False):
+        model = WideModel()
+        zero = {**DEFAULT_SIZES, "offload_optimizer": {"device": "cpu", "super_offload": speculates}}
+        config = make_config(PRECISIONS["bf16-sums"], stage, gas, clip=clip, zero=zero)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=cpu_adamw(param_groups(model)), config=config)
+        for ids, targets in rank_batches(dist.get_world_size(), dist.get_rank(), 8, gas):
+            engine.backward(engine(ids, targets))
+            engine.step()
+        runs.append(full_masters(engine))
+        engine.destroy()
+    return [f"{name} differs" for name, value in runs[0].items() if not torch.equal(value, runs[1][name])]
+
+
 def offloads(stage: int) -> dict[str, dict[str, Any]]:
     """Return zero_optimization blocks that bring state and parameters elsewhere."""
     host = {"device": "cpu"}
@@ -219,6 +243,13 @@ def make_cases() -> dict[str, Case]:
                 for gas in (1, 3):
                     cases[f"stage{stage}-{precision}-gas{gas}-{name}-offloaded"] = functools.partial(
                         training_case, stage, precision, gas, "engine", model, zero)
+        for early in (False, True) if stage else ():
+            zero = {"offload_optimizer": {"device": "cpu", "super_offload": early}}
+            for precision in ("fp32", "bf16", "fp16"):
+                cases[f"stage{stage}-{precision}-{'early' if early else 'host'}-kernels"] = functools.partial(
+                    training_case, stage, precision, 1 + 2 * (stage == 2), "engine", AwkwardOnDevice, zero, on_host=True)
+        for gas, clip in ((1, 0.0), (3, 0.0), (1, 1.0)) if stage else ():
+            cases[f"stage{stage}-gas{gas}-clip{clip}-speculative"] = functools.partial(speculative_case, stage, gas, clip)
         cases[f"stage{stage}-wide"] = functools.partial(training_case, stage, "fp32", 3, "engine", WideModel)
         cases[f"stage{stage}-wide-defaults"] = functools.partial(
             training_case, stage, "fp32", 1, "plain", WideModel, DEFAULT_SIZES)

@@ -142,7 +142,7 @@ class ParamBucket:
         """Let what `start` begins in another thread write master and shard."""
         self._readers_done, self._is_behind = self.memory.mark(), True
         self._update = start()
-        self._host_grad.reader = self._update
+        self.host_grad.reader = self._update
         self.hide()
 
     def settle_update(self) -> None:
@@ -171,17 +171,17 @@ class ParamBucket:
             if is_one or state is shard is Medium.DEVICE:
                 master = self.shard.to(self.dtypes.master)
             else:
-                master = self._keep(self.shard.to(self.dtypes.master), state)
+                master = self._keep(self.shard.to(self.dtypes.master), state, is_copied=False)
         if is_one:
             self.shard = master
         self.shard_is_master = master is self.shard
         return master
 
-    def _keep(self, values: torch.Tensor, medium: Medium) -> torch.Tensor:
-        """Return a copy of `values` where `medium` says."""
+    def _keep(self, values: torch.Tensor, medium: Medium, is_copied: bool = True) -> torch.Tensor:
+        """Return a copy of `values` where `medium` says. is_copied: from host memory to the device."""
         if medium is Medium.DEVICE:
             return values.to(self.device, copy=True)
-        return self.memory.empty(values.numel(), values.dtype).copy_(values)
+        return self.memory.empty(values.numel(), values.dtype, is_copied).copy_(values)
 
     def receive(self, master: torch.Tensor) -> None:
         """Bring the shard up to its master, rounded, wherever the two rest."""
@@ -206,9 +206,18 @@ class ParamBucket:
         else:
             staging = self.memory.updates.next(self.shard_numel, self.shard.dtype)
             yield staging.tensor
-            staging.arrival = self._arrival = self.memory.send(staging.tensor, self.shard, self._readers_done)
-            if not self._is_behind:
-                self._arrival.wait_on_device()
+            staging.arrival = self.receive_rounded(staging.tensor)
+
+    def receive_rounded(self, rounded: torch.Tensor) -> Arrival:
+        """Bring the shard up to its master, which was rounded into host memory; that may change after the arrival."""
+        if not self.shard.is_cuda:
+            with self._shard_in_memory(is_changed=True):
+                self.shard.copy_(rounded)
+            return Arrival()
+        self._arrival = self.memory.send(rounded, self.shard, self._readers_done)
+        if not self._is_behind:
+            self._arrival.wait_on_device()
+        return self._arrival
 
     def own_chunk(self, full: torch.Tensor) -> torch.Tensor:
         """Return the view of `full` (any dtype, length full_numel) that this rank owns."""
@@ -375,9 +384,9 @@ class ParamBucket:
         self._wire_buffer: torch.Tensor | None = None
         self._reduce_out: torch.Tensor | None = None
         self._shard_grad: torch.Tensor | None = None
-        self._host_grad: HostGradient | None = None
+        self.host_grad: HostGradient | None = None  # where the optimizer's state rests away from the device
         if self.placement.state is not Medium.DEVICE:
-            self._host_grad = HostGradient(self.memory, self.shard_numel, self.dtypes.accumulate)
+            self.host_grad = HostGradient(self.memory, self.shard_numel, self.dtypes.accumulate)
         self.has_grad = False  # grad_shard holds a reduced gradient of this window
         self.arrived = 0  # parameters whose gradient came in this backward
         self._gaps = gaps(self.layout.offsets, self.layout.numels, self.full_numel)
@@ -388,8 +397,8 @@ class ParamBucket:
 
         In host memory where the optimizer's state is there.
         """
-        if self._host_grad is not None:
-            return self._host_grad.tensor if self.has_grad else self._host_grad.tensor.zero_()
+        if self.host_grad is not None:
+            return self.host_grad.tensor if self.has_grad else self.host_grad.tensor.zero_()
         if self.reduces_each_micro_batch:
             if self._shard_grad is None:
                 self._shard_grad = self._new_grad_shard().zero_()
@@ -401,8 +410,8 @@ class ParamBucket:
 
     def grad_square(self) -> torch.Tensor:
         """Return the sum of squares of `grad_shard` as a 0-d double."""
-        if self._host_grad is not None and self.has_grad:
-            return self._host_grad.square()
+        if self.host_grad is not None and self.has_grad:
+            return self.host_grad.square()
         return square_sum(self.grad_shard)
 
     def _new_grad_shard(self) -> torch.Tensor:
@@ -438,7 +447,7 @@ class ParamBucket:
         full, wants_shard_buffer = self._grad_full, self.reduces_each_micro_batch
         if self.dtypes.reduce != self.dtypes.accumulate:
             self._wire_buffer = full = full.to(self.dtypes.reduce)
-        if wants_shard_buffer and self._host_grad is None and not self.has_grad and self._wire_buffer is None:
+        if wants_shard_buffer and self.host_grad is None and not self.has_grad and self._wire_buffer is None:
             if self._shard_grad is None:
                 self._shard_grad = self._new_grad_shard()
             self._reduce_out = self._shard_grad  # first micro-batch: the wire writes the accumulator itself
@@ -457,8 +466,8 @@ class ParamBucket:
             own = self.own_chunk(self._grad_full)
             if out.data_ptr() != own.data_ptr():
                 own.copy_(out)
-        elif self._host_grad is not None:
-            self._host_grad.take(out, is_first=not self.has_grad)
+        elif self.host_grad is not None:
+            self.host_grad.take(out, is_first=not self.has_grad)
             self._close_grad_buffer()
         else:
             shard = self.grad_shard

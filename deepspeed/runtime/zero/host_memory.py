@@ -5,6 +5,9 @@ Where the device is the CPU itself, a copy is a plain one and done when the call
 from __future__ import annotations
 
 import logging
+import mmap
+import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
@@ -17,6 +20,35 @@ logger = logging.getLogger(__name__)
 # Buffers on their way to the device or being filled: one is written while the other is copied.
 STAGING_COUNT = 2
 PAGE_BYTES = 4096
+OWN_PAGES_BYTES = 2 ** 21  # from which on a tensor gets pages of its own
+
+
+class _Pages(mmap.mmap):
+    """Memory pages of their own, huge ones where there are, which the GPU can be let reach directly.
+
+    Not from torch's allocator for page-locked memory: that rounds sizes up to powers of two, half as much again on average.
+    """
+
+    def __new__(cls, fileno: int, length: int) -> _Pages:
+        pages = super().__new__(cls, fileno, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages.madvise(mmap.MADV_HUGEPAGE)
+        pages.address, pages._is_locked = 0, False
+        return pages
+
+    def lock(self) -> bool:
+        """Lock them for the GPU; return whether that worked. `address` must be set."""
+        if int(torch.cuda.cudart().cudaHostRegister(self.address, len(self), 0)) == 0:
+            self._is_locked = True
+            return True
+        try:
+            torch.zeros(1, device="cuda")  # CUDA tells an error to the next call as well
+        except RuntimeError:
+            pass
+        return False
+
+    def __del__(self) -> None:
+        if self._is_locked and not sys.is_finalizing():
+            torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
 class HostMemory:
@@ -38,16 +70,19 @@ class HostMemory:
         """The device's memory is the host's."""
         return self.device.type != "cuda"
 
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a 1-D host tensor with undefined content, page-locked if possible."""
-        if self._pins:
-            try:
-                return torch.empty(numel, dtype=dtype, pin_memory=True)
-            except RuntimeError as error:
-                self._pins = False
-                logger.warning("page-locked memory ran out (%s): offloaded tensors use pageable memory, which is copied slower",
-                               error, extra={"all_ranks": True})
-        return torch.empty(numel, dtype=dtype)
+    def empty(self, numel: int, dtype: torch.dtype, is_copied: bool = True) -> torch.Tensor:
+        """Return a 1-D host tensor with undefined content. is_copied: to or from the device, so page-locked if possible."""
+        num_bytes = numel * dtype.itemsize
+        if self.is_device or num_bytes < OWN_PAGES_BYTES:
+            return torch.empty(numel, dtype=dtype, pin_memory=self._pins and is_copied)
+        pages = _Pages(-1, num_bytes)
+        tensor = torch.frombuffer(pages, dtype=torch.uint8).view(dtype)
+        pages.address = tensor.data_ptr()
+        if self._pins and is_copied and not pages.lock():
+            self._pins = False
+            logger.warning("page-locked memory ran out (%.1f GB more were asked for): offloaded tensors use pageable memory, "
+                           "which is copied slower", num_bytes / 1e9, extra={"all_ranks": True})
+        return tensor
 
     def aligned(self, num_bytes: int) -> torch.Tensor:
         """Return host bytes, undefined, that begin where a page does, as direct I/O asks."""
@@ -140,48 +175,57 @@ class HostGradient:
 
     def __init__(self, memory: HostMemory, numel: int, dtype: torch.dtype):
         self._memory = memory
-        self._buffer = memory.empty(numel, dtype)
+        self.buffer = memory.empty(numel, dtype)  # the sum, after `complete`
+        self.version = 0  # changes whenever the sum may
         self._arrival = Arrival()
         self._late: _Staging | None = None  # a later micro-batch's gradient on its way
+        self._lock = threading.Lock()  # around what is on its way
         self._square: torch.Tensor | None = None
-        self.reader: Future[None] | None = None  # an update that runs behind, and reads the sum
+        self.reader: Future[None] | None = None  # an update in another thread, which reads the sum
 
     def take(self, reduced: torch.Tensor, is_first: bool) -> None:
         """Copy a micro-batch's reduced gradient off the device; `is_first` replaces what is here, else it is added."""
+        self._let_be_read()
+        self.version += 1
         if is_first:
-            self._let_be_read()
             self._late = None
             self._square = None if self._memory.is_device else square_sum(reduced)
-            self._arrival = self._memory.fetch(reduced, self._buffer)
+            self._arrival = self._memory.fetch(reduced, self.buffer)
             return
-        self._settle()
+        self.complete()
         self._square = None
         if self._memory.is_device:
-            self._buffer.add_(reduced)
+            self.buffer.add_(reduced)
             return
-        self._late = self._memory.gradients.next(reduced.numel(), reduced.dtype, on_reuse=self._settle)
+        self._late = self._memory.gradients.next(reduced.numel(), reduced.dtype, on_reuse=self.complete)
         self._late.arrival = self._memory.fetch(reduced, self._late.tensor)
 
     @property
     def tensor(self) -> torch.Tensor:
         """The sum, complete. Callers may change it."""
-        self._settle()
+        self._let_be_read()
+        self.version += 1
+        self.complete()
         self._square = None
-        return self._buffer
+        return self.buffer
 
     def square(self) -> torch.Tensor:
         """Return the sum of squares as a 0-d double, on the device where it is known there."""
-        return square_sum(self.tensor) if self._square is None else self._square
+        if self._square is not None:
+            return self._square
+        self.complete()
+        return square_sum(self.buffer)
+
+    def complete(self) -> None:
+        """Wait for what is on its way to `buffer`. From any thread."""
+        with self._lock:
+            self._arrival.wait()
+            if self._late is not None:
+                self._late.arrival.wait()
+                self.buffer.add_(self._late.tensor)
+                self._late = None
 
     def _let_be_read(self) -> None:
         reader, self.reader = self.reader, None
         if reader is not None:
             wait([reader])  # what went wrong there is told by whoever waits for the update
-
-    def _settle(self) -> None:
-        self._let_be_read()
-        self._arrival.wait()
-        if self._late is not None:
-            self._late.arrival.wait()
-            self._buffer.add_(self._late.tensor)
-            self._late = None

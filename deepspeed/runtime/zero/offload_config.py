@@ -65,7 +65,8 @@ class DeepSpeedZeroOffloadOptimizerConfig(_OffloadConfig):
     fast_init: Bool = Field(False, description="Writes initial swap files in bulk instead of parameter by parameter.")
     pipeline_read: Bool = Field(False, description="Overlaps reading the next tile with the current update.")
     pipeline_write: Bool = Field(False, description="Overlaps writing the previous tile with the current update.")
-    super_offload: Bool = Field(False, description="Uses the superchip offload optimizer.")
+    super_offload: Bool = Field(False, description=(
+        "Begins the update on the CPU during backward, and drops it when clipping or an overflow needs another."))
     cpuadam_cores_perc: Fraction = Field(0.8, description="Fraction of CPU cores for the CPU optimizer workers.")
 
     @property

@@ -28,9 +28,11 @@ from deepspeed.runtime.zero.disk_store import Shown
 from deepspeed.runtime.zero.layout import ParamSlice
 from deepspeed.runtime.zero.piece import Piece, is_per_element
 from deepspeed.runtime.zero.reducer import GradientReducer
+from deepspeed.runtime.zero.speculative_update import SpeculativeOnHost
 from deepspeed.runtime.zero.state_store import MASTER_KEY, StateStore, StoredState
 from deepspeed.runtime.zero.swap_file import raise_together
-from deepspeed.runtime.zero.update import Factor, Turn, choose_turns
+from deepspeed.runtime.zero.turns import Turn, choose_turns
+from deepspeed.runtime.zero.update import Factor
 
 # Entries of a param group that say where and how the update runs, not what it computes: a checkpoint does not set them.
 _NOT_HYPERPARAMETERS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
@@ -51,13 +53,15 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
 
     buckets: the trainable ones. clip: largest global gradient norm, 0 for no clipping. needs_norm: false skips the norm; then
     neither clipping nor the loss scaler may need it. update_numel: shard elements that an elementwise optimizer updates at a
-    time. host_threads: for updates of state in host memory. states: makes the place where state rests.
+    time. host_threads: for updates of state in host memory. speculates: begin these during backward. states: makes the place
+    where state rests.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, buckets: Sequence[ParamBucket], reducer: GradientReducer,
                  scaler: LossScalerBase, consistency: RankConsistency, model_parallel: Group, *, clip: float,
                  needs_norm: bool, is_elementwise: bool, update_numel: int,
-                 host_threads: int = 1, states: Callable[[torch.optim.Optimizer], StateStore] = lambda _: StateStore()):
+                 host_threads: int = 1, speculates: bool = False,
+                 states: Callable[[torch.optim.Optimizer], StateStore] = lambda _: StateStore()):
         super().__init__(inner)
         self.buckets = list(buckets)
         self.loss_scaler, self.clip_grad = scaler, clip
@@ -82,7 +86,11 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
         self._worker = ThreadPoolExecutor(1, "update")  # for updates that run behind; its thread starts with the first
         # an elementwise optimizer keeps all its state per piece, so it may step some pieces at a time
         self._turns = choose_turns(inner, self._pieces_of, self._masters, update_numel if is_elementwise else None,
-                                   host_threads)
+                                   host_threads, self._worker if speculates else None)
+        self._speculative = {bucket: turn.apply for turn in self._turns for bucket in turn.buckets
+                             if isinstance(turn.apply, SpeculativeOnHost)}
+        if self._speculative:
+            reducer.on_reduced = self._offer
 
     # ---- the update --------------------------------------------------------------------------------------------------
 
@@ -132,6 +140,17 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
             job = turn.apply.prepare(bucket, factor)
             bucket.begin_update(lambda job=job: self._worker.submit(job))
 
+    def _offer(self, bucket: ParamBucket) -> None:
+        """A bucket's gradient is complete: its update may begin, if it is one that speculates."""
+        if bucket in self._speculative:
+            self._speculative[bucket].offer(bucket, 1.0 / self.loss_scaler.value)
+
+    def _forget_guesses(self, buckets: Sequence[ParamBucket]) -> None:
+        """Somebody else writes state: what was computed from it counts no more."""
+        for bucket in buckets:
+            if bucket in self._speculative:
+                self._speculative[bucket].forget(bucket)
+
     def settle(self) -> None:
         """Wait for the updates that run behind."""
         for bucket in self.buckets:
@@ -169,7 +188,7 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
 
     def receive_master(self, bucket: ParamBucket) -> None:
         """Bring a bucket's shard up to its master."""
-        with self._states.opened([bucket]):
+        with self._opened(bucket):
             bucket.receive(self._masters[bucket])
 
     def _show(self, buckets: Sequence[ParamBucket]) -> None:
@@ -184,7 +203,7 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
         """Set the fp32 masters from the low-precision weights."""
         for bucket, master in self._masters.items():
             if not bucket.shard_is_master:
-                with bucket.shard_opened(), self._states.opened([bucket], is_changed=True):
+                with bucket.shard_opened(), self._opened(bucket, is_changed=True):
                     master.copy_(bucket.shard)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -233,7 +252,12 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
 
     def opened(self, fragment: Fragment, is_changed: bool = False) -> AbstractContextManager[None]:
         """Have the state around a parameter in memory, for `local_master` and `local_state`. is_changed: the caller writes."""
-        return self._states.opened([fragment.bucket], is_changed)
+        return self._opened(fragment.bucket, is_changed)
+
+    def _opened(self, bucket: ParamBucket, is_changed: bool = False) -> AbstractContextManager[None]:
+        if is_changed:
+            self._forget_guesses([bucket])
+        return self._states.opened([bucket], is_changed)
 
     def local_master(self, fragment: Fragment) -> torch.Tensor:
         """Return this rank's elements of the parameter's master, 1-D, as a view (empty when it holds none); see `opened`."""
@@ -325,7 +349,7 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
         """Set the masters to what `local_master(bucket, index)` returns for this rank's slices (1-D; None leaves one as it
         is). They reach the parameters with `publish`."""
         for bucket, master in self._masters.items():
-            with self._states.opened([bucket], is_changed=True):
+            with self._opened(bucket, is_changed=True):
                 for index in range(len(bucket.params)):
                     held = bucket.slice_on_rank(index)
                     value = None if held is None else local_master(bucket, index)
@@ -339,6 +363,7 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
         groups: saved hyperparameters per param group, None keeps the current ones.
         """
         self.settle()
+        self._forget_guesses(self.buckets)
         runs = [self._pieces] if self.states_are_in_memory else list(self._pieces_of.values())
         restored: dict[torch.Tensor, dict[str, Any]] = {}
         for pieces in runs:
@@ -391,6 +416,7 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
     def load_masters(self, state: dict[str, Any]) -> None:
         """Restore the master weights of a `state_dict` alone, and publish them to the parameters."""
         self.settle()
+        self._forget_guesses(self.buckets)
         masters = state["masters"]
         for bucket, master in self._masters.items():
             saved = masters.get(bucket.name)

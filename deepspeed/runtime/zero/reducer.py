@@ -48,6 +48,7 @@ class GradientReducer:
         self._on_begin: Callable[[], None] = _nothing
         self._on_end: Callable[[], None] = _nothing
         self._on_bucket_complete: Callable[[ParamBucket], None] = _nothing
+        self.on_reduced: Callable[[ParamBucket], None] = _nothing  # told in a backward that ends a window, once per reduction
         self._location = {parameter: (bucket, index) for bucket in self.buckets
                           for index, parameter in enumerate(bucket.params)}
         self._order = list(reversed(self.buckets))
@@ -179,19 +180,24 @@ class GradientReducer:
 
     def _launch(self, bucket: ParamBucket) -> None:
         while len(self._in_flight) >= MAX_REDUCTIONS_IN_FLIGHT:
-            self._in_flight.pop(0).finish_reduce()
+            self._finish(self._in_flight.pop(0))
         bucket.reduce()
         self._unreduced.discard(bucket)
         self._launched.add(bucket)
         if self._overlaps:
             self._in_flight.append(bucket)
         else:
-            bucket.finish_reduce()
+            self._finish(bucket)
 
     def _finish_all(self) -> None:
         for bucket in self._in_flight:
-            bucket.finish_reduce()
+            self._finish(bucket)
         self._in_flight.clear()
+
+    def _finish(self, bucket: ParamBucket) -> None:
+        bucket.finish_reduce()
+        if self.in_backward and self._boundary:
+            self.on_reduced(bucket)
 
     def _reduce_late(self) -> None:
         """Reduce gradients that came after their bucket was launched (a shared parameter under re-entrant checkpointing)."""

@@ -15,7 +15,7 @@ from deepspeed.runtime.policies import Medium
 from deepspeed.runtime.zero.bucket import ParamBucket
 from deepspeed.runtime.zero.disk_store import DiskArray, DiskStore, Shown, StoredState
 from deepspeed.runtime.zero.piece import Piece, is_per_element
-from deepspeed.runtime.zero.update import Turn
+from deepspeed.runtime.zero.turns import Turn
 
 MASTER_KEY = "fp32"  # what the masters are called among the states
 

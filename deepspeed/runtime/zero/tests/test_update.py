@@ -8,9 +8,10 @@ import torch
 
 import deepspeed
 from deepspeed.ops.adam import FusedAdam
-from deepspeed.runtime.zero import update as update_module
+from deepspeed.runtime.zero import turns as turns_module
 from deepspeed.runtime.zero.tests.api_support import batches, weights
-from deepspeed.runtime.zero.update import InnerUpdate, OnePassAdam, Turn
+from deepspeed.runtime.zero.turns import Turn
+from deepspeed.runtime.zero.update import InnerUpdate, OnePassAdam
 from tests.support.models import AwkwardModel, param_groups
 from tests.support.pool import distributed
 
@@ -53,7 +54,7 @@ def test_one_pass_is_the_optimizers_own_update(stage, precision, gas, atol, kind
     engine = start(stage, kind, precision, gas)
     assert all(isinstance(turn.apply, OnePassAdam) for turn in engine.optimizer._turns)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(update_module, "_choose_on_device", InnerUpdate)
+        patch.setattr(turns_module, "_choose_on_device", InnerUpdate)
         other = start(stage, kind, precision, gas)
     for one in (engine, other):
         train(one, 3)
