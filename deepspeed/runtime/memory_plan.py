@@ -25,7 +25,7 @@ from deepspeed.runtime.policies import BucketDtypes, Medium, Placement
 from deepspeed.runtime.zero.grouping import BucketSpec, place_buckets
 from deepspeed.runtime.zero.layout import ShardLayout, cut_by_bucket
 from deepspeed.runtime.zero.reducer import MAX_REDUCTIONS_IN_FLIGHT
-from deepspeed.runtime.zero.update import ADAM_CLASSES
+from deepspeed.runtime.zero.turns import ADAM_CLASSES
 
 WEIGHTS, MASTERS, STATE, GRADIENTS = "weights", "masters", "optimizer state", "gradients"
 STAGING, GATHERED, UPDATE, ACTIVATIONS = "gradient staging", "gathered weights", "update", "activations"

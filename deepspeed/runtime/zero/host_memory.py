@@ -72,13 +72,13 @@ class HostMemory:
 
     def empty(self, numel: int, dtype: torch.dtype, is_copied: bool = True) -> torch.Tensor:
         """Return a 1-D host tensor with undefined content. is_copied: to or from the device, so page-locked if possible."""
-        num_bytes = numel * dtype.itemsize
-        if self.is_device or num_bytes < OWN_PAGES_BYTES:
-            return torch.empty(numel, dtype=dtype, pin_memory=self._pins and is_copied)
+        num_bytes, pins = numel * dtype.itemsize, self._pins and is_copied
+        if not pins or num_bytes < OWN_PAGES_BYTES:
+            return torch.empty(numel, dtype=dtype, pin_memory=pins)
         pages = _Pages(-1, num_bytes)
         tensor = torch.frombuffer(pages, dtype=torch.uint8).view(dtype)
         pages.address = tensor.data_ptr()
-        if self._pins and is_copied and not pages.lock():
+        if not pages.lock():
             self._pins = False
             logger.warning("page-locked memory ran out (%.1f GB more were asked for): offloaded tensors use pageable memory, "
                            "which is copied slower", num_bytes / 1e9, extra={"all_ranks": True})
