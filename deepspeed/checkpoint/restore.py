@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from deepspeed.checkpoint import folder
-from deepspeed.checkpoint.agreement import attempt, raise_together
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.checkpoint.contents import persistent_buffers, split_description
 from deepspeed.checkpoint.format import LATEST, LATEST_UNIVERSAL, RNG_STATES
@@ -27,9 +26,11 @@ from deepspeed.checkpoint.reader import CheckpointReader, open_checkpoint
 from deepspeed.checkpoint.safe_load import load_file
 from deepspeed.checkpoint.scattered import ScatteredFolder
 from deepspeed.checkpoint.shard_file import materialize
+from deepspeed.comm.failures import attempt, raise_together
 from deepspeed.comm.host_exchange import HostExchange
 from deepspeed.errors import CheckpointError
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
+from deepspeed.runtime.optimizers import own_state_names
 from deepspeed.runtime.zero.bucket import ParamBucket
 from deepspeed.runtime.zero.layout import ParamSlice
 from deepspeed.runtime.zero.optimizer import MASTER_KEY, Piece, ShardedOptimizer
@@ -130,7 +131,7 @@ class CheckpointLoader:
         result, failure = attempt(action)
         text = None if failure is None else str(failure) if isinstance(failure, CheckpointError) else (
             f"{type(failure).__name__}: {failure}")
-        raise_together(what, self._exchange.gather(text, call), cause=failure)
+        raise_together(self._exchange.gather(text, call), lambda found: CheckpointError(f"{what}: {found}."), cause=failure)
         return result
 
     # ---- finding -----------------------------------------------------------------------------------------------------
@@ -308,8 +309,12 @@ class CheckpointLoader:
             return
 
         def restore() -> None:
-            extra = reader.extra_state()
-            self._optimizer.restore_states(lambda piece: _piece_state(reader, extra, piece), groups)
+            extra, names = reader.extra_state(), own_state_names(self._optimizer.optimizer)
+
+            def state_of(piece: Piece) -> dict[str, Any]:
+                return {names.get(key, key): value for key, value in _piece_state(reader, extra, piece).items()}
+
+            self._optimizer.restore_states(state_of, groups)
             saved = reader.loss_scaler
             if saved is not None:
                 state = saved.state_dict() if isinstance(saved, LossScalerBase) else saved

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from deepspeed import comm
-from deepspeed.checkpoint.agreement import attempt, raise_together
 from deepspeed.checkpoint.archive import Archive, is_archive, noting_reads, read_bytes
+from deepspeed.comm.failures import attempt, raise_together
 from deepspeed.comm.topology import Group
 from deepspeed.errors import CheckpointError
 
@@ -118,7 +118,8 @@ class ScatteredFolder:
         told = [(result, None if failure is None else str(failure))] * self._world.size
         if self._world.size > 1:
             comm.all_gather_object(told, told[0], group=self._world.process_group)
-        raise_together(f"{self._folder} cannot be loaded", [text for _, text in told], cause=failure)
+        raise_together([text for _, text in told],
+                       lambda found: CheckpointError(f"{self._folder} cannot be loaded: {found}."), cause=failure)
         return [value for value, _ in told]
 
 

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from deepspeed import comm
-from deepspeed.checkpoint.agreement import attempt, raise_together
 from deepspeed.checkpoint.folder import Advance, write_torch_file
 from deepspeed.checkpoint.pending_files import pending_files
 from deepspeed.checkpoint.progress import CheckpointProgress
 from deepspeed.checkpoint.safetensors_file import METADATA, PIECE_NUMEL, new_safetensors_file
+from deepspeed.comm.failures import attempt, raise_together
+from deepspeed.errors import CheckpointError
 from deepspeed.runtime.tensor_parallel.shard import whole_numel, whole_shape
 from deepspeed.runtime.zero.consolidate import iter_full_parameters
 
@@ -64,7 +65,7 @@ def save_full_weights(module: nn.Module, path: Path, exclude_frozen: bool = Fals
         pass
     texts: list[str | None] = [None] * comm.get_world_size()
     comm.all_gather_object(texts, None if failure is None else f"{type(failure).__name__}: {failure}")
-    raise_together(f"{path} was not written", texts, cause=failure)
+    raise_together(texts, lambda found: CheckpointError(f"{path} was not written: {found}."), cause=failure)
 
 
 # ---- on the rank that writes -----------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import contents, folder
-from deepspeed.checkpoint.agreement import attempt, raise_together
 from deepspeed.checkpoint.checksums import Segment, whole_file, zeros
 from deepspeed.checkpoint.format import (
     LATEST, RESERVED_KEYS, RNG_STATES, model_states_name, optim_states_name, zero_model_states_name,
@@ -34,6 +33,7 @@ from deepspeed.checkpoint.progress import CheckpointProgress
 from deepspeed.checkpoint.random_states import random_states
 from deepspeed.checkpoint.regions import Received, Region, RegionList, exchange_far
 from deepspeed.checkpoint.safe_load import refuse_unloadable
+from deepspeed.comm.failures import attempt, raise_together
 from deepspeed.comm.host_exchange import HostExchange
 from deepspeed.errors import CheckpointError
 from deepspeed.version import __version__
@@ -149,7 +149,8 @@ class CheckpointWriter:
         told = self._exchange.gather([tag, text, self._machine()], call="save_checkpoint")
         if isinstance(problem, KeyError):
             raise problem
-        raise_together(f"{tag} cannot be saved to {directory}", [text for _, text, _ in told])
+        raise_together([text for _, text, _ in told],
+                       lambda found: CheckpointError(f"{tag} cannot be saved to {directory}: {found}."))
         self._machines = [machine for *_, machine in told]
         return self._common_tag([given for given, *_ in told])
 
@@ -427,8 +428,9 @@ class CheckpointWriter:
         texts = [text for text, _ in told]
         if any(texts) and self._leads:
             folder.abandon(save.directory, save.tag)
-        raise_together(f"checkpoint {save.tag} was not written to {save.directory}", texts,
-                       " What was saved before is untouched.", failure)
+        raise_together(texts, lambda found: CheckpointError(
+            f"checkpoint {save.tag} was not written to {save.directory}: {found}. What was saved before is untouched."),
+            cause=failure)
         return [value for _, value in told]
 
 

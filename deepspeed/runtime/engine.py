@@ -264,8 +264,9 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
                        non_blocking: bool = False) -> None:
         """Take state off the device until `reload_states`; training and saving wait for that.
 
-        include: kinds of state, all by default; what rests in host memory anyway is left out. device: "cpu"; "none" does
-        nothing, with a warning. pin_memory: into page-locked memory. non_blocking: do not wait for the copies.
+        include: kinds of state, all by default; what rests in host memory anyway, or since an earlier call, stays there.
+        device: "cpu"; "none" does nothing, with a warning. pin_memory: into page-locked memory. non_blocking: do not wait for
+        the copies.
         Raises: UsageError (an AssertionError) without an optimizer or with offloaded parameters; ValueError for "nvme".
         """
         self._check_in_charge("offload_states()")

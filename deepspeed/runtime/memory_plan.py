@@ -5,7 +5,7 @@ reduced as the reducer would. It is arithmetic on integers and touches no tensor
 
 Vocabulary. A *segment* is a stretch of forward or backward in which the same buckets are in use. What the user's own model
 allocates meanwhile comes in from outside (activation_memory.py measures it), in bytes per segment. A *moment* is a segment
-with everything that is in memory then. Bytes *kept* are there between steps.
+with everything that is in memory then. Bytes *kept* are there between steps. What is not on the device: memory_elsewhere.py.
 """
 from __future__ import annotations
 
@@ -16,60 +16,18 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-from deepspeed.runtime.optimizers import is_elementwise
+from deepspeed.runtime.memory_elsewhere import OffloadPolicy, disk_bytes, host_bytes
+from deepspeed.runtime.memory_sizes import (
+    ACTIVATIONS, GATHERED, GRADIENTS, MASTERS, STAGING, STATE, UPDATE, WEIGHTS, BucketSize, bucket_sizes,
+)
+from deepspeed.runtime.optimizers import (
+    ASSUMED_STATE_VALUES, is_elementwise, is_host_optimizer, keeps_known_state, state_values,
+)
 from deepspeed.runtime.plan import Plan
-from deepspeed.runtime.policies import BucketDtypes, Medium, Placement
-from deepspeed.runtime.zero.grouping import BucketSpec, place_buckets
-from deepspeed.runtime.zero.layout import ShardLayout, cut_by_bucket
+from deepspeed.runtime.policies import Medium
+from deepspeed.runtime.zero.grouping import BucketSpec
 from deepspeed.runtime.zero.reducer import MAX_REDUCTIONS_IN_FLIGHT
 from deepspeed.runtime.zero.turns import ADAM_CLASSES
-
-WEIGHTS, MASTERS, STATE, GRADIENTS = "weights", "masters", "optimizer state", "gradients"
-STAGING, GATHERED, UPDATE, ACTIVATIONS = "gradient staging", "gathered weights", "update", "activations"
-CATEGORIES = (STATE, MASTERS, WEIGHTS, GRADIENTS, GATHERED, STAGING, UPDATE, ACTIVATIONS)
-
-# Tensors of one value per element, in the master's dtype, that an optimizer keeps. Those not listed: see `state_values`.
-_STATE_VALUES: dict[type[torch.optim.Optimizer], int] = {
-    FusedAdam: 2, DeepSpeedCPUAdam: 2, torch.optim.Adam: 2, torch.optim.AdamW: 2, torch.optim.NAdam: 2, torch.optim.RAdam: 2,
-    torch.optim.Adamax: 2, torch.optim.Adadelta: 2, torch.optim.Rprop: 2, torch.optim.Adagrad: 1, DeepSpeedCPUAdagrad: 1,
-    FusedLion: 1, DeepSpeedCPULion: 1, torch.optim.ASGD: 1, torch.optim.RMSprop: 1, torch.optim.SGD: 0}
-ASSUMED_STATE_VALUES = 2
-
-
-@dataclass(frozen=True)
-class BucketSize:
-    """One bucket in numbers; elements, of one rank where the rank matters.
-
-    state_numel: elements with optimizer state. keeps_gradient: gradients stay whole between micro-batches. params: how many.
-    """
-
-    name: str
-    full_numel: int
-    shard_numel: int
-    state_numel: int
-    params: int
-    dtypes: BucketDtypes
-    is_sharded: bool
-    is_trainable: bool
-    keeps_gradient: bool
-    placement: Placement = Placement()
-
-    @property
-    def full_bytes(self) -> int:
-        return self.full_numel * self.dtypes.param.itemsize
-
-    @property
-    def staging_bytes(self) -> int:
-        return self.full_numel * self.dtypes.accumulate.itemsize
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Of the reduced gradient of this rank's chunk."""
-        return self.shard_numel * self.dtypes.accumulate.itemsize
-
 
 @dataclass(frozen=True)
 class StepPolicy:
@@ -77,7 +35,7 @@ class StepPolicy:
 
     state_values: per element, in the master's dtype. releases_gradients: reduced gradients and staging are given back to the
     allocator (GPUs); else they are kept for the next step (CPU). prefetch_depth: buckets gathered ahead. update_numel: see
-    Plan. updates_in_one_pass: reduced gradients are not copied to the master's dtype.
+    Plan. updates_in_one_pass: reduced gradients are not copied to the master's dtype. offload: of what is not on the device.
     """
 
     state_values: int = 2
@@ -87,6 +45,7 @@ class StepPolicy:
     overlaps: bool = True
     update_numel: int = 2 ** 28
     updates_in_one_pass: bool = True
+    offload: OffloadPolicy = OffloadPolicy()
 
 
 @dataclass(frozen=True)
@@ -130,53 +89,15 @@ class MemoryPlan:
 # ---- from the parts' own descriptions --------------------------------------------------------------------------------
 
 
-def bucket_sizes(specs: Sequence[BucketSpec], plan: Plan, rank: int, *, is_flat: bool) -> list[BucketSize]:
-    """Return the sizes of planned buckets. rank: of this process in its shard group. is_flat: the optimizer is elementwise."""
-    sizes = []
-    for spec, placement in zip(specs, place_buckets(specs, plan.offload)):
-        layout = cut_by_bucket([parameter.numel() for parameter in spec.params], plan.shard_size)
-        residency = plan.residency(spec.is_sharded)
-        sizes.append(BucketSize(
-            spec.name, layout.full_numel, layout.shard_numel, _state_numel(spec, layout, rank, is_flat), len(spec.params),
-            plan.bucket_dtypes(spec.params[0].dtype, spec.label),
-            is_sharded=not residency.parameters and (plan.shard_size > 1 or placement.shard is not Medium.DEVICE),
-            is_trainable=spec.is_trainable,
-            keeps_gradient=residency.gradients and placement.state is Medium.DEVICE, placement=placement))
-    return sizes
-
-
 def step_policy(plan: Plan, optimizer: torch.optim.Optimizer | None, is_gpu: bool) -> StepPolicy:
     """Return what a step of this plan with this optimizer does."""
     return StepPolicy(
         state_values=0 if optimizer is None else state_values(optimizer), releases_gradients=is_gpu,
         prefetch_depth=0 if plan.fetch_limits.prefetch_numel == 0 else plan.fetch_limits.prefetch_depth,
         accumulates=plan.gradient_accumulation_steps > 1, overlaps=plan.overlaps, update_numel=plan.update_numel,
-        updates_in_one_pass=is_gpu and type(optimizer) in ADAM_CLASSES)
-
-
-def state_values(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many values per element the optimizer keeps; ASSUMED_STATE_VALUES for a class that is not known."""
-    count = _STATE_VALUES.get(type(optimizer), ASSUMED_STATE_VALUES)
-    options = optimizer.param_groups[0] if optimizer.param_groups else {}
-    has_more = (options.get("amsgrad"), options.get("centered"), options.get("momentum"))
-    return count + sum(bool(option) for option in has_more)
-
-
-def is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `state_values` knows the optimizer's class."""
-    return type(optimizer) in _STATE_VALUES
-
-
-def _state_numel(spec: BucketSpec, layout: ShardLayout, rank: int, is_flat: bool) -> int:
-    """Return the elements of this rank's pieces: one per param group and run of it, or one per parameter."""
-    if not spec.is_trainable:
-        return 0
-    runs: dict[int, list[tuple[int, int]]] = {}
-    for index, group_id in enumerate(spec.group_ids):
-        held = layout.slice_on(index, rank)
-        if held is not None:
-            runs.setdefault(group_id if is_flat else index, []).append((held.shard_start, held.shard_end))
-    return sum(max(end for _, end in run) - min(start for start, _ in run) for run in runs.values())
+        updates_in_one_pass=is_gpu and type(optimizer) in ADAM_CLASSES,
+        offload=OffloadPolicy(plan.offload, is_gpu, updates_in_one_pass=optimizer is None or is_host_optimizer(optimizer),
+                              updates_by_bucket=optimizer is None or is_elementwise(optimizer)))
 
 
 def plan_memory(plan: Plan, specs: Sequence[BucketSpec], optimizer: torch.optim.Optimizer | None, model: nn.Module, *,
@@ -187,7 +108,7 @@ def plan_memory(plan: Plan, specs: Sequence[BucketSpec], optimizer: torch.optim.
     others = [parameter for parameter in model.parameters() if parameter not in managed]
     whole = sum(tensor.numel() * tensor.element_size() for tensor in [*others, *model.buffers()])
     notes = []
-    if optimizer is not None and not is_known(optimizer):
+    if optimizer is not None and not keeps_known_state(optimizer):
         notes.append(f"{type(optimizer).__name__} is assumed to keep {ASSUMED_STATE_VALUES} values per element")
     if segments is None:
         notes.append("activations, which are the model's own, are not included")
@@ -249,7 +170,9 @@ class _Step:
 
     def elsewhere(self) -> tuple[Counter[str], Counter[str]]:
         """Return (host, disk)."""
-        return self._resting(Medium.HOST), self._resting(Medium.DISK)
+        policy = self._policy
+        return (host_bytes(self._buckets, policy.offload, policy.state_values, policy.accumulates),
+                disk_bytes(self._buckets, policy.state_values))
 
     def _forward_and_backward(self) -> list[Moment]:
         if self._policy.releases_gradients:
@@ -280,30 +203,20 @@ class _Step:
     # ---- what lies still ---------------------------------------------------------------------------------------------
 
     def _fixed_bytes(self, whole_bytes: int) -> Counter[str]:
-        fixed = self._resting(Medium.DEVICE)
-        fixed[WEIGHTS] += whole_bytes
+        fixed: Counter[str] = Counter({WEIGHTS: whole_bytes})
         for bucket in self._buckets:
-            fixed[WEIGHTS] += bucket.params * bucket.dtypes.param.itemsize  # the placeholders of released parameters
+            place, dtypes = bucket.placement, bucket.dtypes
+            fixed[WEIGHTS] += bucket.params * dtypes.param.itemsize  # the placeholders of released parameters
             if not bucket.is_sharded:
                 fixed[WEIGHTS] += bucket.full_bytes
+            elif place.shard is Medium.DEVICE and not bucket.shard_is_master:
+                fixed[WEIGHTS] += bucket.shard_bytes
+            if bucket.is_trainable and place.state is Medium.DEVICE:
+                fixed[STATE] += self._policy.state_values * bucket.state_numel * dtypes.master.itemsize
+                fixed[MASTERS] += bucket.master_bytes if bucket.has_master else 0
             if bucket.is_trainable and bucket.keeps_gradient:
                 fixed[GRADIENTS] += bucket.staging_bytes
         return fixed
-
-    def _resting(self, medium: Medium) -> Counter[str]:
-        """Return shards, masters and optimizer state that rest in `medium`, and gradients in host memory."""
-        total: Counter[str] = Counter()
-        for bucket in self._buckets:
-            place, dtypes = bucket.placement, bucket.dtypes
-            if bucket.is_sharded and place.shard is medium and not _is_its_own_master(bucket):
-                total[WEIGHTS] += bucket.shard_numel * dtypes.param.itemsize
-            if bucket.is_trainable and place.state is medium:
-                total[STATE] += self._policy.state_values * bucket.state_numel * dtypes.master.itemsize
-                if _has_master(bucket):
-                    total[MASTERS] += bucket.shard_numel * dtypes.master.itemsize
-            if bucket.is_trainable and medium is Medium.HOST and place.state is not Medium.DEVICE:
-                total[GRADIENTS] += bucket.gradient_bytes  # also where the state is on a disk
-        return total
 
     # ---- what comes and goes -----------------------------------------------------------------------------------------
 
@@ -409,21 +322,6 @@ class _Pool:
         buffer = self._lent.pop(index)
         if self._keeps:
             self._free.append(buffer)
-
-
-def _is_its_own_master(bucket: BucketSize) -> bool:
-    """Whether a sharded bucket's shard is the master itself (see ParamBucket.take_master)."""
-    place, dtypes = bucket.placement, bucket.dtypes
-    if not bucket.is_trainable or place.state is not place.shard:
-        return False
-    return place.state is Medium.DEVICE or place.state is Medium.HOST and dtypes.master == dtypes.param
-
-
-def _has_master(bucket: BucketSize) -> bool:
-    """Whether there is a master beside the weights, or in place of the shard."""
-    if bucket.is_sharded:
-        return True
-    return bucket.placement.state is not Medium.DEVICE or bucket.dtypes.master != bucket.dtypes.param
 
 
 def _assign_slots(buckets: Sequence[BucketSize], prefetch_depth: int) -> tuple[int, set[int]]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from deepspeed.errors import DeepSpeedConfigError, FeatureNotAvailableError
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.cpu_optimizer import CPUOptimizer
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.runtime import named_class
 
@@ -16,6 +17,16 @@ UNAVAILABLE_TYPES = ("lamb", "onebitadam", "onebitlamb", "zerooneadam", "muon", 
 
 # Exact classes whose kernels work on host memory.
 HOST_CLASSES = (DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion)
+
+# Tensors of one value per element, in the master's dtype, that an optimizer keeps. Those not listed: see `state_values`.
+_STATE_VALUES: dict[type[torch.optim.Optimizer], int] = {
+    FusedAdam: 2, DeepSpeedCPUAdam: 2, torch.optim.Adam: 2, torch.optim.AdamW: 2, torch.optim.NAdam: 2, torch.optim.RAdam: 2,
+    torch.optim.Adamax: 2, torch.optim.Adadelta: 2, torch.optim.Rprop: 2, torch.optim.Adagrad: 1, DeepSpeedCPUAdagrad: 1,
+    FusedLion: 1, DeepSpeedCPULion: 1, torch.optim.ASGD: 1, torch.optim.RMSprop: 1, torch.optim.SGD: 0}
+ASSUMED_STATE_VALUES = 2
+
+# Classes of torch.optim, with that of the same rule for host memory, which may call a state otherwise (OTHER_NAMES).
+_HOST_CLASS_OF = {torch.optim.Adagrad: DeepSpeedCPUAdagrad}
 
 # Exact classes that ZeRO is known to work with; any other needs `zero_allow_untested_optimizer`.
 ZERO_SUPPORTED_CLASSES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, FusedAdam, FusedLion, *HOST_CLASSES)
@@ -93,6 +104,26 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 def is_host_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the class is made for state in host memory; subclasses do not count."""
     return type(optimizer) in HOST_CLASSES
+
+
+def state_values(optimizer: torch.optim.Optimizer) -> int:
+    """Return how many values per element the optimizer keeps; ASSUMED_STATE_VALUES for a class that is not known."""
+    count = _STATE_VALUES.get(type(optimizer), ASSUMED_STATE_VALUES)
+    options = optimizer.param_groups[0] if optimizer.param_groups else {}
+    has_more = (options.get("amsgrad"), options.get("centered"), options.get("momentum"))
+    return count + sum(bool(option) for option in has_more)
+
+
+def keeps_known_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `state_values` knows the optimizer's class."""
+    return type(optimizer) in _STATE_VALUES
+
+
+def own_state_names(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return {name: the optimizer's own name} for the states that another class of the same rule calls `name`."""
+    if isinstance(optimizer, CPUOptimizer):
+        return {other: own for own, other in optimizer.OTHER_NAMES.items()}
+    return next((dict(host.OTHER_NAMES) for base, host in _HOST_CLASS_OF.items() if isinstance(optimizer, base)), {})
 
 
 def is_zero_supported(optimizer: torch.optim.Optimizer) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -13,9 +12,9 @@ from deepspeed import comm
 from deepspeed.comm.consistency import RankConsistency
 from deepspeed.comm.topology import GroupPair, Topology
 from deepspeed.comm.wire import HostWire, ReduceScale, StreamWire, Wire, WireStreams, make_reduce_scale
-from deepspeed.errors import OffloadError, PlanError
+from deepspeed.errors import PlanError
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
-from deepspeed.runtime.optimizers import is_elementwise
+from deepspeed.runtime.optimizers import is_elementwise, keeps_known_state, state_values
 from deepspeed.runtime.plan import Plan
 from deepspeed.runtime.policies import DiskPlan, Medium
 from deepspeed.runtime.zero.bucket import NodeShard, ParamBucket
@@ -32,11 +31,10 @@ from deepspeed.runtime.zero.reducer import GradientReducer
 from deepspeed.runtime.zero.stage_optimizers import DeepSpeedZeroOptimizer_Stage3, optimizer_class
 from deepspeed.runtime.zero.state_store import DiskStates, StateStore
 from deepspeed.runtime.zero.storage import StagingPool
-from deepspeed.runtime.zero.swap_file import SwapFile, raise_together
+from deepspeed.runtime.zero.swap_file import SwapFile, on_all_ranks
 from deepspeed.runtime.zero.views import dissolve
 
 WireFactory = Callable[[GroupPair, ReduceScale], Wire]
-Made = TypeVar("Made")
 
 
 @dataclass
@@ -91,38 +89,33 @@ def build_parts(plan: Plan, topology: Topology, model: nn.Module, inner: torch.o
 
 def _state_factory(plan: Plan, topology: Topology, buckets: Sequence[ParamBucket], device: torch.device
                    ) -> Callable[[torch.optim.Optimizer], StateStore]:
-    """Return what makes the place where an optimizer's state rests. Collective."""
+    """Return what makes the place where an optimizer's state rests; that is collective."""
     offload = plan.offload
     if offload.state is not Medium.DISK:
         return lambda _: StateStore()
+    disk = offload.state_disk
 
-    def open_store() -> DiskStore:
-        disk = offload.state_disk
+    def open_store(inner: torch.optim.Optimizer) -> DiskStore:
         store = DiskStore(SwapFile(disk.folder, disk.aio), HostMemory(device, offload.pins_state), capacity_bytes=0)
+        arrays = 1 + (state_values(inner) if keeps_known_state(inner) else 0)  # the master, and what comes in the first step
         store.reserve((bucket.shard_numel, bucket.dtypes.master) for bucket in buckets
-                      if bucket.placement.state is Medium.DISK)
+                      if bucket.placement.state is Medium.DISK for _ in range(arrays))
         return store
 
-    store = _on_all_ranks(topology, open_store)
-    return lambda inner: DiskStates(store, inner, offload.state_disk.depth, offload.state_disk.buffer_count)
+    def make(inner: torch.optim.Optimizer) -> StateStore:
+        store = on_all_ranks(lambda: open_store(inner), topology.sequence_data_parallel)
+        return DiskStates(store, inner, disk.depth, disk.buffer_count)
+
+    return make
 
 
 def _open_shard_store(plan: Plan, specs: Sequence[BucketSpec], memory: HostMemory) -> ShardStore:
     store = ShardStore(plan.offload.shard_disk, memory)
-    store.reserve((-(-spec.numel // plan.shard_size), spec.params[0].dtype)
-                  for spec in specs if spec.is_sharded)
+    sharded = [spec for spec in specs if spec.is_sharded]
+    # what zero.Init has on the disk already moves from one file to the other, and would not fit beside it
+    moves = any(home.bucket.shard_is_on_disk for spec in sharded for home in homes_of(spec.params))
+    store.reserve((-(-spec.numel // plan.shard_size), spec.params[0].dtype) for spec in (() if moves else sharded))
     return store
-
-
-def _on_all_ranks(topology: Topology, make: Callable[[], Made]) -> Made:
-    """Return what `make` returns on this rank. Raises: OffloadError on every rank when it fails on one. Collective."""
-    made, failure = None, None
-    try:
-        made = make()
-    except OffloadError as error:
-        failure = error
-    raise_together(failure, topology.sequence_data_parallel)
-    return made
 
 
 def plan_specs(plan: Plan, model: nn.Module, inner: torch.optim.Optimizer | None) -> list[BucketSpec]:
@@ -195,7 +188,7 @@ def _build_buckets(plan: Plan, topology: Topology, model: nn.Module, specs: Sequ
     disk = None
     if plan.offload.shard is Medium.DISK:
         _check_buffer(plan.offload.shard_disk, specs, names)
-        disk = _on_all_ranks(topology, lambda: _open_shard_store(plan, specs, memories[device]))
+        disk = on_all_ranks(lambda: _open_shard_store(plan, specs, memories[device]), topology.sequence_data_parallel)
     buckets = []
     for spec, placement in zip(specs, place_buckets(specs, plan.offload)):
         _end_sharding(spec.params, topology, make_wire)

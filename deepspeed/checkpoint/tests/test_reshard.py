@@ -42,11 +42,20 @@ def load_all(sources: list[Path], stage: int, dtype: str, optimizer: str) -> Non
         runs.assert_equal(runs.weights(engine), expected["later"], tolerance=2e-6 if dtype == "fp32" else 2e-2)
 
 
-@pytest.mark.parametrize("optimizer", runs.OPTIMIZERS)
 @pytest.mark.parametrize("stage", runs.STAGES)
 @pytest.mark.parametrize("world", runs.WORLDS)
-def test_every_layout_loads_into_every_layout(optimizer: str, stage: int, world: int, saved: Path) -> None:
-    sources = [source(saved, optimizer, "fp32", *layout) for layout in LAYOUTS]
+def test_every_layout_loads_into_every_layout(stage: int, world: int, saved: Path) -> None:
+    sources = [source(saved, "AdamW", "fp32", *layout) for layout in LAYOUTS]
+    run_distributed(load_all, world, sources, stage, "fp32", "AdamW")
+
+
+@pytest.mark.parametrize("optimizer", [name for name in runs.OPTIMIZERS if name != "AdamW"])
+@pytest.mark.parametrize("stage", runs.STAGES)
+@pytest.mark.parametrize("world", runs.WORLDS)
+def test_every_optimizer_loads_between_layouts(optimizer: str, stage: int, world: int, saved: Path) -> None:
+    """A fourth of the pairs: any three of the two stages and the two numbers of ranks meet in every combination."""
+    layouts = [layout for layout in LAYOUTS if (sum(layout) + stage + world) % 4 == 0]
+    sources = [source(saved, optimizer, "fp32", *layout) for layout in layouts]
     run_distributed(load_all, world, sources, stage, "fp32", optimizer)
 
 

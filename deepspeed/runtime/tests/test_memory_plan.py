@@ -11,7 +11,8 @@ from torch import nn
 
 import deepspeed
 from deepspeed.runtime.activation_memory import measure_segments
-from deepspeed.runtime.memory_plan import _STATE_VALUES, Segment, plan_memory, state_values
+from deepspeed.runtime.memory_plan import Segment, plan_memory
+from deepspeed.runtime.optimizers import _STATE_VALUES, state_values
 from deepspeed.runtime.parts import plan_specs
 from tests.support.memory import held_storages
 from tests.support.models import AwkwardModel, batches, param_groups

@@ -7,7 +7,9 @@ from deepspeed.errors import DeepSpeedConfigError, FeatureNotAvailableError
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-from deepspeed.runtime.optimizers import ELEMENTWISE_CLASSES, build_optimizer, is_elementwise, is_zero_supported
+from deepspeed.runtime.optimizers import (
+    ELEMENTWISE_CLASSES, build_optimizer, is_elementwise, is_zero_supported, own_state_names,
+)
 
 
 def make_params() -> list[torch.nn.Parameter]:
@@ -80,6 +82,13 @@ def test_unknown_name_suggests_the_nearest(name: str, nearest: str) -> None:
 def test_not_an_optimizer_class(name: str) -> None:
     with pytest.raises(DeepSpeedConfigError, match="optimizer.type"):
         build_optimizer(name, {}, make_params())
+
+
+def test_states_are_known_by_the_names_of_the_other_class() -> None:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    assert own_state_names(torch.optim.Adagrad([parameter])) == {"exp_avg_sq": "sum"}
+    assert own_state_names(DeepSpeedCPUAdagrad([parameter])) == {"sum": "exp_avg_sq"}
+    assert own_state_names(DeepSpeedCPUAdam([parameter])) == own_state_names(torch.optim.AdamW([parameter])) == {}
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "SGD"])

@@ -107,6 +107,12 @@ class ParamBucket:
         if self.placement.shard is Medium.DISK:
             self._shard_array = self._disk.add(shard, [Shown(shard, 0, self.shard_numel)])
 
+    def drop_shard(self) -> None:
+        """Free this rank's chunk: the parameters have moved elsewhere."""
+        if self._shard_array is not None:
+            self._disk.drop(self._shard_array)
+        self.shard = self._shard_array = None
+
     @property
     def shard_is_on_disk(self) -> bool:
         return self._shard_array is not None

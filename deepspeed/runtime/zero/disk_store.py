@@ -102,6 +102,15 @@ class DiskStore:
         self.close([array], is_changed=True)
         return array
 
+    def drop(self, array: DiskArray) -> None:
+        """Forget a closed array, and give its place back."""
+        array.settle()
+        self._kept.pop(array, None)
+        if array.buffer is not None:
+            self._free.append(array.buffer)
+            array.buffer = None
+        self._file.give_back(array.offset, array.num_bytes)
+
     def open(self, arrays: Sequence[DiskArray]) -> None:
         """Bring arrays into memory and let their tensors show them, until as many `close`."""
         for array in arrays:

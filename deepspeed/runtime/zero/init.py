@@ -71,7 +71,8 @@ class Init:
     modifier_rank=0)`.
 
     Raises: FeatureNotAvailableError for quantised weights; UsageError (a RuntimeError) for two groups, and for
-    `remote_device="nvme"` without a folder; CommError (a RuntimeError) when the job has more processes than the group.
+    `remote_device="nvme"` without a folder; OffloadError on every rank when one cannot use its disk;
+    CommError (a RuntimeError) when the job has more processes than the group.
     """
 
     _outermost: ClassVar[Init | None] = None

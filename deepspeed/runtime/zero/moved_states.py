@@ -23,9 +23,10 @@ class MovedStates:
 
     def __init__(self, buckets: Sequence[ParamBucket], optimizer: ShardedOptimizer):
         self._buckets, self._optimizer = buckets, optimizer
-        self._moved: list[tuple[ParamBucket, list[Shown]]] = []
+        self._moved: dict[torch.Tensor, tuple[ParamBucket, list[Shown]]] = {}  # by the tensor that shows it all
         self._slots: list[Slot] = []
         self._whole: dict[ParamBucket, torch.Tensor] = {}  # the full values of buckets that are kept whole
+        self._arrivals: list[Arrival] = []
 
     @property
     def are_away(self) -> bool:
@@ -33,34 +34,36 @@ class MovedStates:
 
     @torch.no_grad()
     def move_away(self, kinds: Collection[Kind], pins: bool, waits: bool) -> None:
-        """Bring state of these kinds to host memory and free what it took on the device.
+        """Bring state of these kinds that is not away yet to host memory and free what it took on the device.
 
         pins: into page-locked memory. waits: return when all has arrived; else the device's later work comes after the copies,
         but the host must not read them before a synchronisation.
         """
-        arrivals = []
         self._optimizer.settle()
         memories = {device: HostMemory(device, pins) for device in {bucket.device for bucket in self._buckets}}
         for bucket in self._buckets:
             memory = memories[bucket.device]
             for shown in self._flats(bucket, kinds):
-                arrivals.append(_to_host(shown, memory))
-                self._moved.append((bucket, shown))
+                if shown[0].tensor not in self._moved:
+                    self._arrivals.append(_to_host(shown, memory))
+                    self._moved[shown[0].tensor] = (bucket, shown)
             if Kind.lp_params in kinds and bucket.is_sharded and bucket.storage.slot is not None:
                 self._slots.append(bucket.storage.slot)
-            if Kind.lp_params in kinds and not bucket.is_sharded:
-                arrivals.append(self._hide_whole(bucket, memory))
+            if Kind.lp_params in kinds and not bucket.is_sharded and bucket not in self._whole:
+                self._arrivals.append(self._hide_whole(bucket, memory))
             if Kind.lp_grads in kinds or Kind.contiguous_grad_buffer in kinds:
                 bucket.drop_idle_grad_buffers()
         for slot in self._slots:
             slot.give_back()
-        for arrival in arrivals if waits else ():
-            arrival.wait()
+        for arrival in self._arrivals:
+            arrival.wait_on_device()
+            if waits:
+                arrival.wait()
 
     @torch.no_grad()
     def bring_back(self) -> None:
         """Undo every `move_away`. The device's later work comes after the copies."""
-        for bucket, shown in self._moved:
+        for bucket, shown in self._moved.values():
             host = shown[0].tensor.data
             flat = torch.empty(host.numel(), dtype=host.dtype, device=bucket.device)
             bucket.memory.send(host.view(-1), flat).wait_on_device()
@@ -73,6 +76,7 @@ class MovedStates:
         for slot in self._slots:
             slot.take_again()
         self._moved.clear()
+        self._arrivals.clear()
         self._whole.clear()
         self._slots.clear()
 

@@ -446,10 +446,11 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
         for key, run in runs.items():
             start = min(piece.shard_start for _, piece in run)
             stop = max(piece.shard_start + piece.numel for _, piece in run)
-            tensor = self._masters[bucket].detach()[start:stop]
+            tensor = self._masters[bucket][start:stop]
             if not flat and bucket.pair.shard.size == 1:
                 tensor = tensor.view(bucket.shapes[run[0][0]])  # whole: optimizers may look at the shape
-            tensor.requires_grad_(True)
+            # detached last: a view keeps the memory that its base once had, also when that has gone to a disk
+            tensor = tensor.detach().requires_grad_(True)
             yield Piece(bucket, key if flat else key[0], start, stop, tuple(index for index, _ in run), tensor)
 
     def _hand_over(self) -> None:

@@ -1,7 +1,7 @@
 """ParamSharder: shards parameters one by one, each in a bucket of its own, before there is an engine (`zero.Init`)."""
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,9 +11,10 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.comm.consistency import RankConsistency
+from deepspeed.comm.failures import Result
 from deepspeed.comm.topology import Group, GroupPair
 from deepspeed.comm.wire import HostWire, ReduceScale, StreamWire, Wire, WireStreams
-from deepspeed.runtime.policies import BucketDtypes, FetchLimits, OffloadPlan, Placement, Residency
+from deepspeed.runtime.policies import BucketDtypes, FetchLimits, Medium, OffloadPlan, Placement, Residency
 from deepspeed.runtime.zero.bucket import ParamBucket
 from deepspeed.runtime.zero.coordinator import ParamCoordinator
 from deepspeed.runtime.zero.disk_store import ShardStore
@@ -21,6 +22,7 @@ from deepspeed.runtime.zero.grouping import NOT_OPTIMIZED, BucketSpec
 from deepspeed.runtime.zero.host_memory import HostMemory
 from deepspeed.runtime.zero.param_home import ParamHome, broadcast_from, home_of, pin, unpin
 from deepspeed.runtime.zero.storage import StagingPool
+from deepspeed.runtime.zero.swap_file import on_all_ranks
 from deepspeed.runtime.zero.views import abandon, settle, show_status
 
 
@@ -50,7 +52,8 @@ class ParamSharder:
     order.
 
     device: parameters on a GPU are gathered over side streams, others over the host. offload: where shards rest.
-    checks_reads: see ParamHome.
+    checks_reads: see ParamHome. Raises: OffloadError on every rank when one cannot open its swap file, or, in later calls, have
+    room in it.
     """
 
     def __init__(self, pair: GroupPair, device: torch.device, offload: OffloadPlan = OffloadPlan(),
@@ -62,7 +65,9 @@ class ParamSharder:
         self._coordinator = ParamCoordinator([], consistency, FetchLimits())
         self._staging, self._memory = StagingPool(), HostMemory(device, offload.pins_shard)
         self._placement = Placement(shard=offload.shard)
-        self._disk = None if offload.shard_disk is None else ShardStore(offload.shard_disk, self._memory)
+        self._disk = None
+        if offload.shard_disk is not None:
+            self._disk = self._on_all_ranks(lambda: ShardStore(offload.shard_disk, self._memory))
         self._slabs = _ShardSlabs()
         self._checks_reads = checks_reads
 
@@ -72,10 +77,17 @@ class ParamSharder:
         Peak memory: two copies of the parameter.
         """
         bucket = self._make_bucket(parameter, name)
-        bucket.adopt(lambda full: broadcast_from(full, self.pair, 0))
+        self._on_all_ranks(lambda: bucket.adopt(lambda full: broadcast_from(full, self.pair, 0)))
         if bucket.is_sharded and not bucket.shard_is_on_disk:
             bucket.shard = self._slabs.keep(bucket.shard)
         self._settle(bucket)
+
+    def _on_all_ranks(self, action: Callable[[], Result]) -> Result:
+        """Return what `action` returns; an OffloadError of one rank becomes everybody's. Free where no disk is used."""
+        if self._placement.shard is not Medium.DISK:
+            return action()
+        # first its shard group hears of a rank's error, then each of these ranks tells those with the same chunk elsewhere
+        return on_all_ranks(lambda: on_all_ranks(action, self.pair.shard), self.pair.replicate)
 
     def _make_bucket(self, parameter: nn.Parameter, name: str) -> ParamBucket:
         spec = BucketSpec(name, (parameter,), (NOT_OPTIMIZED,), (), is_sharded=True,
@@ -103,7 +115,8 @@ class ParamSharder:
         else:
             with old.shard_opened():
                 values = old.own_chunk(old.storage.tensor) if old.is_full else old.shard
-                bucket.keep_shard(values.to("cpu", copy=True) if old.shard_is_on_disk else self._slabs.keep(values))
+                kept = values.to("cpu", copy=True) if old.shard_is_on_disk else self._slabs.keep(values)
+                self._on_all_ranks(lambda: bucket.keep_shard(kept))
             bucket.hide()
         self._settle(bucket)
         return copy

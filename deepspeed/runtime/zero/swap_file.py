@@ -4,20 +4,26 @@ The file has no name once it is open, so that the disk gets its space back howev
 """
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
 import tempfile
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from deepspeed import comm
+from deepspeed.comm import failures
 from deepspeed.comm.topology import Group
 from deepspeed.errors import OffloadError
 from deepspeed.ops.aio.engine import Settings
 from deepspeed.ops.aio.handle import AioHandle
 from deepspeed.ops.aio.plan import ALIGNMENT
+
+_libc = ctypes.CDLL(None)
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
 
 
 class SwapFile:
@@ -55,12 +61,16 @@ class SwapFile:
         try:
             os.posix_fallocate(self._descriptor, self._reserved_bytes, num_bytes)
         except OSError as error:
-            stats = os.statvfs(self.folder)
+            stats = os.fstatvfs(self._descriptor)  # the folder may be gone
             raise OffloadError(
                 f"the disk of {self.folder} cannot take {self._reserved_bytes + num_bytes:,} bytes of offloaded state "
                 f"({error}); "
                 f"{stats.f_bavail * stats.f_frsize:,} bytes are free. Make room, or set nvme_path to a larger disk.") from error
         self._reserved_bytes += num_bytes
+
+    def give_back(self, offset: int, num_bytes: int) -> None:
+        """Let the disk have a place that is not needed any more. A file system without holes gets it when the file ends."""
+        _libc.fallocate(self._descriptor, _PUNCH_HOLE | _KEEP_SIZE, ctypes.c_int64(offset), ctypes.c_int64(num_bytes))
 
     def read(self, buffer: torch.Tensor, offset: int) -> SwapTransfer:
         """Begin to fill the buffer from `offset`."""
@@ -118,12 +128,17 @@ def padded(num_bytes: int) -> int:
 
 def raise_together(failure: OffloadError | None, group: Group) -> None:
     """Raise this rank's failure, or OffloadError when another rank of the group has one. Collective."""
-    texts: list[str | None] = [None if failure is None else str(failure)]
+    texts = [None if failure is None else str(failure)] * group.size
     if group.size > 1:
-        texts = [None] * group.size
-        comm.all_gather_object(texts, None if failure is None else str(failure), group=group.process_group)
+        comm.all_gather_object(texts, texts[0], group=group.process_group)
     if failure is not None:
         raise failure
-    for rank, text in zip(group.ranks, texts):
-        if text is not None:
-            raise OffloadError(f"rank {rank}: {text}")
+    failures.raise_together(texts, OffloadError, ranks=group.ranks)
+
+
+def on_all_ranks(action: Callable[[], failures.Result], group: Group) -> failures.Result:
+    """Return what `action` returns on this rank. Raises: OffloadError on every rank of the group when it does so on one.
+    Collective."""
+    result, failure = failures.attempt(action, OffloadError)
+    raise_together(failure, group)
+    return result

@@ -215,7 +215,7 @@ def abandon(home: ParamHome) -> None:
     """Free a bucket of `zero.Init` whose parameter has moved elsewhere; the parameter's data stays as it is."""
     forget(home.parameter)
     home.bucket.watchers.clear()
-    home.bucket.shard = None
+    home.bucket.drop_shard()
     home.bucket.storage.free()
 
 
@@ -231,7 +231,7 @@ def dissolve(home: ParamHome) -> None:
     for parameter, value in zip(bucket.params, values):
         forget(parameter)
         parameter.data = value
-    bucket.shard = None
+    bucket.drop_shard()
     bucket.storage.free()
 
 

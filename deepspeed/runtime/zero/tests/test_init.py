@@ -3,8 +3,11 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import errno
 import functools
 import os
+import shutil
+from pathlib import Path
 from types import BuiltinFunctionType
 
 import pytest
@@ -12,7 +15,7 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.errors import DeepSpeedConfigError, FeatureNotAvailableError, UsageError
+from deepspeed.errors import DeepSpeedConfigError, FeatureNotAvailableError, OffloadError, UsageError
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.consolidate import consolidated_state_dict
 from deepspeed.runtime.zero.gathered import GatheredParameters
@@ -263,6 +266,32 @@ def test_what_is_not_available_is_refused() -> None:
     with pytest.raises(RuntimeError, match="both"):
         world = deepspeed.comm.get_world_group()
         Init(data_parallel_group=world, sequence_data_parallel_group=world)
+
+
+@distributed([2, 4], timeout=30)
+@pytest.mark.parametrize("failing", ["folder", "space", "copy"])
+def test_a_disk_that_one_rank_cannot_use_is_an_error_on_all(failing: str, world_size: int, tmp_path: Path) -> None:
+    rank = deepspeed.comm.get_rank()
+    folder, fails = tmp_path / f"rank{rank}", rank == 1
+    offload = {"device": "nvme", "nvme_path": str(folder)}
+    context = Init(config_dict_or_path=config_of(3, offload_param=offload, mics_shard_size=2))  # of 4: in two shard groups
+    if fails and failing == "folder":
+        folder.write_text("not a folder")
+
+    def refuse(*_: int) -> None:
+        shutil.rmtree(folder)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    reason = "no swap file can be made in" if failing == "folder" else "cannot take .* bytes .* are free"
+    with context:
+        layer = nn.Linear(3, 3) if failing == "copy" else None
+        with pytest.MonkeyPatch.context() as patch:
+            if fails and failing != "folder":
+                patch.setattr(os, "posix_fallocate", refuse)
+            with pytest.raises(OffloadError, match=reason if fails else f"rank 1: .*{reason}"):
+                nn.Linear(5, 5) if layer is None else copy.deepcopy(layer)
+        deepspeed.comm.barrier()  # which the ranks reach together
+    assert _patched_names() == []
 
 
 @distributed(1)

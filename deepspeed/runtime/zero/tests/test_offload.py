@@ -189,6 +189,25 @@ def test_checkpoints_go_from_any_place_to_any(kind: str, other: str, tmp_path: P
 
 
 @distributed(2)
+@pytest.mark.parametrize("stage, kind, other, saved, own", [
+    (1, "state", "none", "exp_avg_sq", "sum"), (2, "none", "state", "sum", "exp_avg_sq"),
+    (3, "disk state", "none", "exp_avg_sq", "sum"), (3, "none", "disk state", "sum", "exp_avg_sq")])
+def test_adagrad_goes_on_with_the_state_of_its_other_class(stage: int, kind: str, other: str, saved: str, own: str,
+                                                           tmp_path: Path) -> None:
+    blocks = {"make": lambda groups: None, "optimizer": {"type": "Adagrad", "params": {"lr": 0.05}}}
+    engine = start(kind, tmp_path / "swap", stage, **blocks)
+    train(engine, 2)
+    assert engine.optimizer.state_keys() == {saved}
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    train(engine, 1, seed=2)
+    resumed = start(other, tmp_path, stage, model=AwkwardModel(seed=5), **blocks)
+    resumed.load_checkpoint(str(tmp_path / "saved"))
+    assert resumed.optimizer.state_keys() == {own}
+    train(resumed, 1, seed=2)
+    assert_equal(weights(resumed), weights(engine), 1e-6)
+
+
+@distributed(2)
 def test_asynchronous_saving_waits_for_a_disk(tmp_path: Path) -> None:
     engine = start("disk", tmp_path / "swap", checkpoint={"async_save": True})
     train(engine, 2)
@@ -261,14 +280,38 @@ def small_disk(folder: Path, size: str) -> Iterator[None]:
 
 
 @distributed(1)
-@pytest.mark.parametrize("size, is_at_start", [("16k", True), ("80k", False)])
-def test_a_full_disk(size: str, is_at_start: bool, tmp_path: Path) -> None:
+def test_a_model_moves_from_one_file_to_the_other(tmp_path: Path) -> None:
+    """Weights of zero.Init on a disk that has room for them once, and a half, are taken over by an engine."""
+    width, layers = 256, 12  # 64 K elements each, 256 KiB in fp32: 3 MiB together
+    with small_disk(tmp_path / "disk", "4608k"):
+        config = {**config_of(3, offload_param={"device": "nvme", "nvme_path": str(tmp_path / "disk"), "max_in_cpu": 0}),
+                  "zero_force_ds_cpu_optimizer": False}
+        torch.manual_seed(1)
+        with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.float32):
+            model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        torch.manual_seed(1)
+        plain = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        engine = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
+        assert_equal(weights(engine), {name: parameter.detach() for name, parameter in plain.named_parameters()})
+
+
+class UnknownAdamW(torch.optim.AdamW):
+    """Nobody can tell how much state it will keep."""
+
+
+def unknown_adamw(groups: list[dict]) -> torch.optim.Optimizer:
+    return UnknownAdamW(groups, lr=0.01)
+
+
+@distributed(1)
+@pytest.mark.parametrize("size, make, is_at_start", [("16k", adamw, True), ("80k", adamw, True), ("80k", unknown_adamw, False)])
+def test_a_full_disk(size: str, make: Callable[..., Any], is_at_start: bool, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", size):
         if is_at_start:
             with pytest.raises(OffloadError, match="cannot take .* bytes .* are free"):
-                start("disk state", tmp_path / "disk")
+                start("disk state", tmp_path / "disk", make=make)
             return
-        engine = start("disk state", tmp_path / "disk")  # the masters fit, the moments do not
+        engine = start("disk state", tmp_path / "disk", make=make)  # the masters fit, the moments do not
         with pytest.raises(OffloadError, match="cannot take .* bytes"):
             train(engine, 1)
         assert all(value.isfinite().all() for value in weights(engine).values())
@@ -318,6 +361,33 @@ def test_states_go_and_come_back(stage: int, kind: str, precision: str, include:
         for one in (plain, engine):
             train(one, 1, seed=4)
     assert_equal(weights(engine), weights(plain))
+
+
+@distributed(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_is_away_stays_away(stage: int, precision: str, tmp_path: Path) -> None:
+    blocks = {"bf16": {"enabled": precision == "bf16"}}
+    plain, engine = start("none", tmp_path, stage, **blocks), start("none", tmp_path, stage, **blocks)
+    for one in (plain, engine):
+        train(one, 2)
+    for calls in ([None, None], [["lp_params"], ["optim_states", "lp_params"], ["hp_params"], None],
+                  [["hp_params"], ["lp_params", "hp_params"]], [["lp_params", "lp_grads"], ["lp_params"]]):
+        kept = {name: value.clone() for name, value in held(engine).items()}
+        addresses: dict[str, int] = {name: value.data_ptr() for name, value in held(engine).items()}
+        gone: set[str] = set()
+        for include in calls:
+            engine.offload_states(include)
+            now = {name: value.data_ptr() for name, value in held(engine).items()}
+            assert all(now[name] == addresses[name] for name in gone)
+            gone |= {name for name in now if now[name] != addresses[name]}
+            addresses = now
+        assert_equal(held(engine), kept)
+        engine.reload_states()
+        assert_equal(held(engine), kept)
+        for one in (plain, engine):
+            train(one, 1, seed=4)
+        assert_equal(weights(engine), weights(plain))
 
 
 def held(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor]:
