@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.ops.light_optimizer import LightOptimizer
 
 
-class CPUOptimizer(torch.optim.Optimizer):
+class CPUOptimizer(LightOptimizer):
     """Base of the CPU optimizers: parameters in fp32, bf16 or fp16, gradients in any of them, arithmetic in fp32.
 
     fp32_optimizer_states: keep states in fp32; False for the parameter's dtype. State per parameter: `step`, an int, and a
@@ -71,10 +72,7 @@ class CPUOptimizer(torch.optim.Optimizer):
 
         Raises: UsageError (a RuntimeError) for a sparse gradient.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group, param in self._parameters():
             self._step(group, param)
         return loss
@@ -82,10 +80,7 @@ class CPUOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step_subgroup(self, subgroup_id: int, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
         """Like `step`, for the parameter number `subgroup_id` alone, counted from 0 through all groups."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self._step(*self._parameter(subgroup_id))
         return loss
 
@@ -144,9 +139,7 @@ class CPUOptimizer(torch.optim.Optimizer):
 
     def _on_flat(self, update: Callable[..., None], group: dict, param: Tensor, state: dict) -> None:
         """Call `update` as `_update` on flat views of the parameter and what belongs to it."""
-        if param.grad.is_sparse:
-            raise UsageError(f"{type(self).__name__} got a sparse gradient for a parameter of shape {tuple(param.shape)}. "
-                             "Build the embedding with sparse=False, or use torch.optim.SparseAdam.")
+        refuse_sparse(type(self).__name__, param)
         whole = param.detach().contiguous()  # itself, unless its elements lie apart or in another order
         states = tuple(state[name].view(-1) for name in self.STATES)
         update(group, state["step"], whole.view(-1), states, param.grad.contiguous().view(-1))
@@ -167,3 +160,18 @@ def check_options(name: str, amsgrad: bool = False, betas: Iterable[float] = (),
     for index, beta in enumerate(betas):
         if not 0.0 <= beta < 1.0:
             raise DeepSpeedConfigError(f"{name}: betas[{index}] is {beta} (expected 0.0 <= betas[{index}] < 1.0).")
+
+
+def loss_of(closure: Callable[[], Tensor] | None) -> Tensor | None:
+    """Return the loss of a `step`'s closure, which runs with gradients enabled; None without a closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def refuse_sparse(name: str, param: Tensor) -> None:
+    """Raise UsageError (a RuntimeError) for a sparse gradient of `param`. name: of the optimizer's class."""
+    if param.grad.is_sparse:
+        raise UsageError(f"{name} got a sparse gradient for a parameter of shape {tuple(param.shape)}. "
+                         "Build the embedding with sparse=False, or use torch.optim.SparseAdam.")

@@ -1,16 +1,17 @@
 """Adam and AdamW in one pass over the parameters, through PyTorch's fused kernels (CPU and GPU)."""
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.errors import UsageError
+from deepspeed.ops.cpu_optimizer import check_options, loss_of, refuse_sparse
+from deepspeed.ops.light_optimizer import LightOptimizer
 
 
-class FusedAdam(torch.optim.Optimizer):
+class FusedAdam(LightOptimizer):
     """Adam (Kingma and Ba, arXiv:1412.6980) or AdamW (Loshchilov and Hutter, arXiv:1711.05101).
 
     params: tensors or param-group dicts.
@@ -37,16 +38,7 @@ class FusedAdam(torch.optim.Optimizer):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        if amsgrad:
-            raise UsageError(
-                "FusedAdam: amsgrad is True, but FusedAdam has no AMSGrad variant. "
-                "Set amsgrad to false, or use torch.optim.AdamW(amsgrad=True)."
-            )
-        _check_range("lr", float(lr), lower=0.0)
-        _check_range("eps", eps, lower=0.0)
-        _check_range("weight_decay", weight_decay, lower=0.0)
-        for index, beta in enumerate(betas):
-            _check_range(f"betas[{index}]", beta, lower=0.0, below=1.0)
+        check_options("FusedAdam", amsgrad, betas, lr=float(lr), eps=eps, weight_decay=weight_decay)
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -86,10 +78,7 @@ class FusedAdam(torch.optim.Optimizer):
                 f"FusedAdam.step was called with {', '.join(given)}, which it does not support. "
                 "Call it as step() with the gradients in param.grad, already unscaled."
             )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             self._step_group(group)
         return loss
@@ -115,11 +104,7 @@ class FusedAdam(torch.optim.Optimizer):
         for param in group["params"]:
             if param.grad is None:
                 continue
-            if param.grad.is_sparse:
-                raise UsageError(
-                    f"FusedAdam got a sparse gradient for a parameter of shape {tuple(param.shape)}. "
-                    "Build the embedding with sparse=False, or use torch.optim.SparseAdam."
-                )
+            refuse_sparse("FusedAdam", param)
             state = self.state[param]
             if not state:
                 state["step"] = int(group["step"])
@@ -177,8 +162,3 @@ class FusedAdam(torch.optim.Optimizer):
         denominators = torch._foreach_sqrt(exp_avg_sqs)
         torch._foreach_add_(denominators, group["eps"])
         torch._foreach_addcdiv_(params, exp_avgs, denominators, -lr)
-
-
-def _check_range(name: str, value: float, lower: float, below: float = math.inf) -> None:
-    if not lower <= value < below:
-        raise DeepSpeedConfigError(f"FusedAdam: {name} is {value} (expected {lower} <= {name} < {below}).")

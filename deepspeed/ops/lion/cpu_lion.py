@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from deepspeed.ops.cpu_optimizer import CPUOptimizer, check_options
+from deepspeed.ops.cpu_optimizer import CPUOptimizer
 from deepspeed.ops.lion.cpu_one_pass import update_lion_on_cpu
-from deepspeed.ops.lion.one_pass import LionNumbers
+from deepspeed.ops.lion.one_pass import LionNumbers, lion_defaults
 
 
 class DeepSpeedCPULion(CPUOptimizer):
@@ -31,11 +31,10 @@ class DeepSpeedCPULion(CPUOptimizer):
         weight_decay: float = 0,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        check_options("DeepSpeedCPULion", betas=betas, lr=float(lr), weight_decay=weight_decay)
-        super().__init__(model_params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}, fp32_optimizer_states)
+        defaults = lion_defaults("DeepSpeedCPULion", lr, betas, weight_decay)
+        super().__init__(model_params, defaults, fp32_optimizer_states)
 
     def _update(self, group: dict, step: int, param: Tensor, states: tuple[Tensor, ...], grad: Tensor, *,
                 out: Tensor | None = None, factor: float = 1.0, num_threads: int | None = None,
                 into: Sequence[Tensor] | None = None) -> None:
-        numbers = LionNumbers(float(group["lr"]), *group["betas"], group["weight_decay"])
-        update_lion_on_cpu(param, *states, grad, out, numbers, factor, num_threads, into)
+        update_lion_on_cpu(param, *states, grad, out, LionNumbers.of(group), factor, num_threads, into)

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from deepspeed.errors import UsageError
-from deepspeed.ops.cpu_optimizer import check_options
+from deepspeed.ops.cpu_optimizer import loss_of, refuse_sparse
+from deepspeed.ops.light_optimizer import LightOptimizer
+from deepspeed.ops.lion.one_pass import LionNumbers, lion_defaults
 
 
-class FusedLion(torch.optim.Optimizer):
+class FusedLion(LightOptimizer):
     """Lion (Chen et al., arXiv:2302.06675): p *= 1 - lr * weight_decay; p -= lr * sign(b1 * m + (1 - b1) * g);
     m = b2 * m + (1 - b2) * g, arithmetic in the parameter's dtype.
 
@@ -29,8 +30,7 @@ class FusedLion(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         set_grad_none: bool = True,
     ) -> None:
-        check_options("FusedLion", betas=betas, lr=float(lr), weight_decay=weight_decay)
-        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+        super().__init__(params, lion_defaults("FusedLion", lr, betas, weight_decay))
         self.set_grad_none = set_grad_none
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -46,10 +46,7 @@ class FusedLion(torch.optim.Optimizer):
 
         Raises: UsageError (a RuntimeError) for a sparse gradient.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
             for param in group["params"]:
@@ -64,21 +61,19 @@ class FusedLion(torch.optim.Optimizer):
         return super().__getstate__() | {"set_grad_none": self.set_grad_none}
 
     def _update(self, group: dict, params: list[Tensor]) -> None:
-        grads, (beta1, beta2), lr = [param.grad for param in params], group["betas"], float(group["lr"])
+        grads, numbers = [param.grad for param in params], LionNumbers.of(group)
         exp_avgs = [self._count(param)["exp_avg"] for param in params]
-        directions = torch._foreach_mul(exp_avgs, beta1)
-        torch._foreach_add_(directions, grads, alpha=1.0 - beta1)
+        directions = torch._foreach_mul(exp_avgs, numbers.beta1)
+        torch._foreach_add_(directions, grads, alpha=1.0 - numbers.beta1)
         # torch.sign makes 0 of NaN, which would hide a broken gradient from the parameters.
         signs = [torch.where(d.isnan(), d, sign) for d, sign in zip(directions, torch._foreach_sign(directions))]
-        torch._foreach_mul_(params, 1.0 - lr * group["weight_decay"])
-        torch._foreach_sub_(params, signs, alpha=lr)
-        torch._foreach_mul_(exp_avgs, beta2)
-        torch._foreach_add_(exp_avgs, grads, alpha=1.0 - beta2)
+        torch._foreach_mul_(params, 1.0 - numbers.lr * numbers.weight_decay)
+        torch._foreach_sub_(params, signs, alpha=numbers.lr)
+        torch._foreach_mul_(exp_avgs, numbers.beta2)
+        torch._foreach_add_(exp_avgs, grads, alpha=1.0 - numbers.beta2)
 
     def _count(self, param: Tensor) -> dict:
-        if param.grad.is_sparse:
-            raise UsageError(f"FusedLion got a sparse gradient for a parameter of shape {tuple(param.shape)}. "
-                             "Build the embedding with sparse=False.")
+        refuse_sparse("FusedLion", param)
         state = self.state[param]
         if not state:
             state["step"], state["exp_avg"] = 0, torch.zeros_like(param, memory_format=torch.preserve_format)

@@ -1,13 +1,24 @@
-"""The Lion update: its numbers, and the update of flat tensors in PyTorch operations.
+"""The Lion update: its options and numbers, and the update of flat tensors in PyTorch operations.
 
 Source: Chen et al., "Symbolic discovery of optimization algorithms" (arXiv:2302.06675).
 """
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from deepspeed.ops.cpu_optimizer import check_options
+
+
+def lion_defaults(name: str, lr: float, betas: Sequence[float], weight_decay: float) -> dict[str, Any]:
+    """Return the options of a param group. name: of the class. Raises: DeepSpeedConfigError (a ValueError) for one out of
+    range."""
+    check_options(name, betas=betas, lr=float(lr), weight_decay=weight_decay)
+    return {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
 
 
 @dataclass(frozen=True)
@@ -18,6 +29,11 @@ class LionNumbers:
     beta1: float
     beta2: float
     weight_decay: float
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> LionNumbers:
+        """Return the numbers that a param group has now."""
+        return cls(float(group["lr"]), *group["betas"], group["weight_decay"])
 
 
 def update_with_torch(numbers: LionNumbers, master: Tensor, exp_avg: Tensor, grad: Tensor) -> None:

@@ -67,10 +67,25 @@ def test_fused_lion_options():
     optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
     optimizer.zero_grad()
     assert not optimizer.param_groups[0]["params"][0].grad.any()
-    for make in (FusedLion, DeepSpeedCPULion):
-        with pytest.raises(DeepSpeedConfigError, match=r"betas\[0\]"):
-            make([param], betas=(-0.1, 0.9))
+
+
+@pytest.mark.parametrize("make", [FusedLion, DeepSpeedCPULion])
+def test_what_both_classes_have_in_common(make):
+    param, name = torch.nn.Parameter(torch.ones(3)), make.__name__
+    assert make([param], lr=0.5, betas=[0.8, 0.9]).defaults == {"lr": 0.5, "betas": (0.8, 0.9), "weight_decay": 0.0}
+    for option, value in (("lr", -1.0), ("weight_decay", float("nan")), ("betas", (-0.1, 0.9))):
+        with pytest.raises(DeepSpeedConfigError, match=f"^{name}: {option}"):
+            make([param], **{option: value})
+    optimizer = make([param], lr=0.5)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = param.sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 3.0 and param.tolist() == [0.5] * 3 and optimizer.step() is None
     embedding = torch.nn.Embedding(5, 3, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(UsageError, match="sparse=False"):
-        FusedLion(embedding.parameters()).step()
+    with pytest.raises(UsageError, match=f"^{name} got a sparse gradient .*SparseAdam"):
+        make(embedding.parameters()).step()
