@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -53,6 +54,7 @@ class Shape:
 SHAPES = {
     "tiny": Shape(2, 64, 2), "125m": Shape(12, 768, 12), "350m": Shape(24, 1024, 16), "1b": Shape(24, 2048, 16),
     "3b": Shape(32, 2560, 32), "7b": Shape(32, 4096, 32), "13b": Shape(40, 5120, 40),
+    "16b": Shape(40, 5632, 44), "17b": Shape(43, 5632, 44), "20b": Shape(44, 6144, 48),
 }
 
 
@@ -314,8 +316,13 @@ def result(arguments: argparse.Namespace, seconds: list[float], losses: list[flo
         "params_m": round(shape.numel(arguments.vocab, arguments.seq) / 1e6),
         "ms": round(median * 1e3, 1), "min_ms": round(min(seconds) * 1e3, 1), "max_ms": round(max(seconds) * 1e3, 1),
         "tok_s_gpu": round(tokens_per_second), "mfu": round(flops / PEAK_BF16_FLOPS, 3),
-        "peak_gib": round(peak.item() / 2 ** 30, 2), "init_s": round(init_seconds, 1),
+        "peak_gib": round(peak.item() / 2 ** 30, 2), "host_gib": round(_peak_host_bytes() / 2 ** 30, 2),
+        "init_s": round(init_seconds, 1),
         "loss": [round(losses[0], 4), round(losses[arguments.warmup], 4), round(losses[-1], 4)]}
+
+
+def _peak_host_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -66,6 +66,7 @@ LAYERS = {
     "deepspeed.runtime": 5,
     "deepspeed.pipe": 5,
     "deepspeed.runtime.config_cli": 6,
+    "deepspeed.runtime.fit_cli": 6,
     "deepspeed.runtime.plan_cli": 6,
     "deepspeed.nvme": 6,
 }

@@ -4,9 +4,8 @@ from __future__ import annotations
 from collections import Counter
 from html import escape
 
-from deepspeed.runtime.memory_plan import (
-    ACTIVATIONS, GATHERED, GRADIENTS, MASTERS, STAGING, STATE, UPDATE, WEIGHTS, MemoryPlan,
-)
+from deepspeed.runtime.memory_plan import MemoryPlan
+from deepspeed.runtime.memory_sizes import ACTIVATIONS, GATHERED, GRADIENTS, MASTERS, STAGING, STATE, UPDATE, WEIGHTS
 from deepspeed.utils.page import bar, document, legend
 
 GIB = 2 ** 30

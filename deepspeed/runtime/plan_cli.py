@@ -4,6 +4,8 @@ the model's memory.
 MODEL and --sample name a function as MODULE:FUNCTION, found from the current folder. The model's is called under
 torch.device("meta") and returns the module; the sample's returns a micro-batch of one rank: a tuple of arguments, a dict
 of keywords or one argument. The model must then return its loss, and activations are measured.
+
+With --fit, ds_plan finds what must leave the device, and where it should rest, so that the model fits; see fit_cli.py.
 """
 from __future__ import annotations
 
@@ -13,26 +15,21 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stdout
-from dataclasses import dataclass
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Column, Table
-from torch import nn
 
-from deepspeed.comm.topology import Group
 from deepspeed.errors import DeepSpeedError, UsageError
-from deepspeed.runtime.activation_memory import measure_segments
+from deepspeed.runtime import fit_cli
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_cli import rank_count
 from deepspeed.runtime.memory_page import gib, page
-from deepspeed.runtime.memory_plan import CATEGORIES, MemoryPlan, plan_memory
-from deepspeed.runtime.parts import plan_specs
-from deepspeed.runtime.plan import Plan, make_plan
-from deepspeed.runtime.setup import choose_optimizer, mark_leaf_modules
+from deepspeed.runtime.memory_plan import MemoryPlan
+from deepspeed.runtime.memory_sizes import CATEGORIES
+from deepspeed.runtime.planned_model import PlannedModel
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,11 +41,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.path.insert(0, os.getcwd())
     try:
         with redirect_stdout(sys.stderr):  # where warnings are logged, and models print; standard output is for the result
-            memory = _predict(arguments)
+            model = PlannedModel(lambda: _call(arguments.model), arguments.sample and (lambda: _call(arguments.sample)),
+                                 world_size=arguments.world_size, rank=arguments.rank, is_gpu=arguments.device == "cuda")
+            if arguments.fit:
+                answer = fit_cli.find(arguments, model)
+            else:
+                memory = model.under(DeepSpeedConfig(arguments.config, world_size=arguments.world_size)).memory()
     except (DeepSpeedError, OSError, ImportError, AttributeError) as error:
         print(f"ds_plan: {error}", file=sys.stderr)
         return 1
     title = f"{arguments.model} on {arguments.world_size} rank(s), {arguments.config}"
+    if arguments.fit:
+        return fit_cli.report(arguments, title, answer)
     if arguments.html is not None:
         arguments.html.write_text(page(title, memory), encoding="utf-8")
     if arguments.json:
@@ -67,47 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rank", type=int, default=0, help="whose memory (default 0); ranks differ by padding alone")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
                         help="a CPU keeps buffers that a GPU gives back (default cuda)")
+    fit_cli.add_arguments(parser)
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a picture: a bar for each moment of a step")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser
-
-
-def _predict(arguments: argparse.Namespace) -> MemoryPlan:
-    config = DeepSpeedConfig(arguments.config, world_size=arguments.world_size)
-    config.check_available()
-    if config.tensor_parallel.degree > 1:
-        raise UsageError("ds_plan does not split layers over ranks: plan with tensor_parallel.autotp_size 1 and the model as "
-                         "one rank has it.")
-    plan = make_plan(config, _planned_ranks(arguments, config))
-    with torch.device("meta"):
-        model = _call(arguments.model)
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"{arguments.model} returned a {type(model).__name__}. Return an nn.Module.")
-    _cast(model, plan)
-    if plan.shards_parameters:
-        mark_leaf_modules(model, config.zero_optimization.leaf_module)
-    optimizer = choose_optimizer(None, None, model, config, plan) if config.optimizer else torch.optim.AdamW(model.parameters())
-    specs = plan_specs(plan, model, optimizer)
-    segments = None
-    if arguments.sample is not None:
-        segments = measure_segments(
-            model, specs, _call(arguments.sample), casts_to=torch.float16 if plan.casts_inputs else None,
-            autocast=(lambda: torch.autocast("cpu", dtype=plan.autocast_dtype)) if plan.autocast_enabled else nullcontext)
-    return plan_memory(plan, specs, optimizer, model, rank=arguments.rank % plan.shard_size, is_gpu=arguments.device == "cuda",
-                       segments=segments)
-
-
-@dataclass(frozen=True)
-class _PlannedRanks:
-    """What `make_plan` asks of a Topology."""
-
-    sequence_data_parallel: Group
-    sequence_parallel: Group
-
-
-def _planned_ranks(arguments: argparse.Namespace, config: DeepSpeedConfig) -> Any:
-    everybody = Group("planned", tuple(range(arguments.world_size)), 0, None)
-    return _PlannedRanks(everybody, Group("planned", tuple(range(config.sequence_parallel_size)), 0, None))
 
 
 def _call(name: str) -> Any:
@@ -116,16 +83,6 @@ def _call(name: str) -> Any:
     if not function:
         raise UsageError(f"{name!r} names no function (expected MODULE:FUNCTION).")
     return getattr(importlib.import_module(module), function)()
-
-
-def _cast(model: nn.Module, plan: Plan) -> None:
-    """Give parameters and buffers the dtypes that the engine would."""
-    for parameter in model.parameters():
-        if plan.model_dtype is not None and parameter.is_floating_point():
-            parameter.data = parameter.data.to(plan.model_dtype)
-    for buffer in model.buffers():
-        if plan.buffer_dtype is not None and buffer.is_floating_point():
-            buffer.data = buffer.data.to(plan.buffer_dtype)
 
 
 def _print(title: str, memory: MemoryPlan) -> None:
