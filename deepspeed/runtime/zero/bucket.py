@@ -126,11 +126,12 @@ class ParamBucket:
             yield
 
     @contextmanager
-    def _shard_in_memory(self, is_changed: bool) -> Iterator[None]:
+    def _shard_in_memory(self, is_changed: bool, reads: bool = True) -> Iterator[None]:
+        """reads: False where all of it is overwritten."""
         if self._shard_array is None:
             yield
         else:
-            with self._disk.opened([self._shard_array], is_changed):
+            with self._disk.opened([self._shard_array], is_changed, reads):
                 yield
 
     # Note [Updates behind]: an update in host memory may go on in another thread while the next forward runs. Its bucket
@@ -194,7 +195,7 @@ class ParamBucket:
         if self.shard_is_master:
             return
         if master.is_cuda or not self.shard.is_cuda:
-            with self._shard_in_memory(is_changed=True):
+            with self._shard_in_memory(is_changed=True, reads=False):
                 self.shard.copy_(master)
             return
         with self.inbound(master) as rounded:
@@ -205,7 +206,7 @@ class ParamBucket:
         """Give the place beside the master into which an update may write the rounded shard: the shard itself, or a buffer
         that is sent to it afterwards. None where there is no such place, and `receive` must follow."""
         if self.shard.device == master.device:
-            with self._shard_in_memory(is_changed=True):
+            with self._shard_in_memory(is_changed=True, reads=False):
                 yield self.shard
         elif master.is_cuda:
             yield None
@@ -217,7 +218,7 @@ class ParamBucket:
     def receive_rounded(self, rounded: torch.Tensor) -> Arrival:
         """Bring the shard up to its master, which was rounded into host memory; that may change after the arrival."""
         if not self.shard.is_cuda:
-            with self._shard_in_memory(is_changed=True):
+            with self._shard_in_memory(is_changed=True, reads=False):
                 self.shard.copy_(rounded)
             return Arrival()
         self._arrival = self.memory.send(rounded, self.shard, self._readers_done)

@@ -111,9 +111,15 @@ class DiskStore:
             array.buffer = None
         self._file.give_back(array.offset, array.num_bytes)
 
-    def open(self, arrays: Sequence[DiskArray]) -> None:
-        """Bring arrays into memory and let their tensors show them, until as many `close`."""
+    def open(self, arrays: Sequence[DiskArray], reads: bool = True) -> None:
+        """Bring arrays into memory and let their tensors show them, until as many `close`.
+
+        reads: False where the caller overwrites them; what is not in memory is zeros then.
+        """
         for array in arrays:
+            if not reads and array.buffer is None:
+                array.buffer = self._find_buffer(array.num_bytes)
+                array.buffer.zero_()
             self.read_ahead([array], is_needed=True)
         for array in arrays:
             array.settle()  # a write too: whoever opens may change the bytes
@@ -134,9 +140,9 @@ class DiskStore:
                 self._kept[array] = None
 
     @contextmanager
-    def opened(self, arrays: Sequence[DiskArray], is_changed: bool) -> Iterator[None]:
+    def opened(self, arrays: Sequence[DiskArray], is_changed: bool, reads: bool = True) -> Iterator[None]:
         """`open` and, at the end, `close`."""
-        self.open(arrays)
+        self.open(arrays, reads)
         try:
             yield
         finally:

@@ -21,6 +21,7 @@ from deepspeed.errors import OffloadError, PlanError
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.policies import Medium, OffloadPlan
 from deepspeed.runtime.zero.tests.api_support import adamw, config_of, engine_of, train, weights
+from deepspeed.runtime.zero.swap_file import SwapFile
 from deepspeed.runtime.zero.update import OnePassOnHost
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from deepspeed.utils import (
@@ -277,6 +278,26 @@ def small_disk(folder: Path, size: str) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@distributed(2)
+@pytest.mark.parametrize("kind", ["disk parameters", "disk"])
+def test_weights_on_a_disk_are_read_for_their_uses_alone(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward read what they do not find in memory; the update overwrites what it need not know."""
+    engine = start(kind, tmp_path, make=cpu_adam, bf16={"enabled": True})
+    train(engine, 2)
+    with monkeypatch.context() as patch:
+        offsets: list[int] = []
+        file, read = engine._parts.buckets[0]._disk._file, SwapFile.read
+        patch.setattr(SwapFile, "read", lambda self, buffer, offset: (offsets.append(offset) if self is file else None,
+                                                                     read(self, buffer, offset))[1])
+        (ids, targets), = batches(deepspeed.comm.get_rank(), 1)
+        engine.backward(engine(ids, targets))
+        assert offsets
+        offsets.clear()
+        engine.step()
+        engine.optimizer.settle()
+        assert not offsets
 
 
 @distributed(1)
