@@ -14,6 +14,7 @@ import math
 import os
 import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -246,9 +247,12 @@ def train(arguments: argparse.Namespace, micro_step: MicroStep,
             batch = batches[(step * arguments.gas + micro) % NUM_FIXED_BATCHES]
             loss = micro_step(batch[:, :-1], batch[:, 1:], micro == arguments.gas - 1)
         synchronize(device)
+        elapsed = time.perf_counter() - start
         if step >= arguments.warmup:
-            seconds.append(time.perf_counter() - start)
+            seconds.append(elapsed)
         losses.append(loss.item())
+        if dist.get_rank() == 0:
+            print(f"step {step + 1}: {elapsed:.3f} s, loss {losses[-1]:.4f}", file=sys.stderr, flush=True)
     return seconds, losses
 
 
