@@ -253,8 +253,11 @@ class _Step:
                 self._open_one(index)
 
     def _open_one(self, index: int) -> None:
-        if index not in self._open and not self._buckets[index].keeps_gradient:
-            self._pool.acquire(index, self._buckets[index])
+        bucket = self._buckets[index]
+        if bucket.adds_to_shard:
+            self._shard_gradients.add(index)
+        elif index not in self._open and not bucket.keeps_gradient:
+            self._pool.acquire(index, bucket)
         self._open.add(index)
 
     def _complete(self, position: int) -> None:
@@ -278,7 +281,7 @@ class _Step:
             self._finish(self._in_flight.pop(0))
 
     def _finish(self, index: int) -> None:
-        if not self._buckets[index].keeps_gradient:
+        if not (self._buckets[index].keeps_gradient or self._buckets[index].adds_to_shard):
             self._pool.release(index)
 
     def _update_bytes(self) -> int:

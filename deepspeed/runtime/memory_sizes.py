@@ -19,7 +19,8 @@ CATEGORIES = (STATE, MASTERS, WEIGHTS, GRADIENTS, GATHERED, STAGING, TRANSFER, U
 class BucketSize:
     """One bucket in numbers; elements, of one rank where the rank matters.
 
-    state_numel: elements with optimizer state. keeps_gradient: gradients stay whole between micro-batches. params: how many.
+    state_numel: elements with optimizer state. keeps_gradient: gradients stay whole between micro-batches. adds_to_shard:
+    gradients go straight into that of the shard. params: how many.
     """
 
     name: str
@@ -31,6 +32,7 @@ class BucketSize:
     is_sharded: bool
     is_trainable: bool
     keeps_gradient: bool
+    adds_to_shard: bool = False
     placement: Placement = Placement()
 
     @property
@@ -75,13 +77,15 @@ def bucket_sizes(specs: Sequence[BucketSpec], plan: Plan, rank: int, *, is_flat:
     sizes = []
     for spec, placement in zip(specs, place_buckets(specs, plan.offload)):
         layout = cut_by_bucket([parameter.numel() for parameter in spec.params], plan.shard_size)
-        residency = plan.residency(spec.is_sharded)
+        residency, dtypes = plan.residency(spec.is_sharded), plan.bucket_dtypes(spec.params[0].dtype, spec.label)
+        on_device = placement.state is Medium.DEVICE
         sizes.append(BucketSize(
             spec.name, layout.full_numel, layout.shard_numel, _state_numel(spec, layout, rank, is_flat), len(spec.params),
-            plan.bucket_dtypes(spec.params[0].dtype, spec.label),
-            is_sharded=not residency.parameters and (plan.shard_size > 1 or placement.shard is not Medium.DEVICE),
+            dtypes, is_sharded=not residency.parameters and (plan.shard_size > 1 or placement.shard is not Medium.DEVICE),
             is_trainable=spec.is_trainable,
-            keeps_gradient=residency.gradients and placement.state is Medium.DEVICE, placement=placement))
+            keeps_gradient=residency.gradients and on_device,
+            adds_to_shard=plan.shard_size == 1 and not residency.gradients and on_device and dtypes.reduce == dtypes.accumulate,
+            placement=placement))
     return sizes
 
 

@@ -379,7 +379,8 @@ class ParamBucket:
     # Note [Gradient states]: contributions are added into a full buffer (`_grad_full`), whole between micro-batches or
     # drawn from the staging pool for one reduction. `reduce` leaves the reduced chunk in `grad_shard`. A whole buffer that
     # was reduced and then receives another backward is first turned back into a local contribution (`_unreduce`): the rank
-    # that owns a chunk contributes it alone, scaled so that the next reduction returns it unchanged.
+    # that owns a chunk contributes it alone, scaled so that the next reduction returns it unchanged. A rank without peers adds
+    # to the shard's gradient itself, since there is nothing to reduce.
 
     def _init_gradients(self) -> None:
         self._grad_full: torch.Tensor | None = None
@@ -394,6 +395,8 @@ class ParamBucket:
         self.host_grad: HostGradient | None = None  # where the optimizer's state rests away from the device
         if self.placement.state is not Medium.DEVICE:
             self.host_grad = HostGradient(self.memory, self.shard_numel, self.dtypes.accumulate)
+        self._adds_to_shard = (self.reduces_each_micro_batch and self.host_grad is None and self.pair.world_size == 1
+                               and self.dtypes.reduce == self.dtypes.accumulate)
         self.has_grad = False  # grad_shard holds a reduced gradient of this window
         self.arrived = 0  # parameters whose gradient came in this backward
         self._gaps = gaps(self.layout.offsets, self.layout.numels, self.full_numel)
@@ -431,7 +434,7 @@ class ParamBucket:
         if self._grad_full is None:
             self._open_grad_buffer()
         view = self._grad_views[index]
-        if self._filled[index]:
+        if self._filled[index] or self._holds_sum:
             view.add_(grad, alpha=factor)
         elif factor == 1.0:
             view.copy_(grad)
@@ -448,7 +451,7 @@ class ParamBucket:
         if self._grad_full is None:
             self._open_grad_buffer()
         self._unused = [index for index, filled in enumerate(self._filled) if not filled]
-        for index in self._unused:
+        for index in () if self._holds_sum else self._unused:
             self._grad_views[index].zero_()
         self._filled[:] = b"\x01" * len(self._filled)
         full, wants_shard_buffer = self._grad_full, self.reduces_each_micro_batch
@@ -516,9 +519,13 @@ class ParamBucket:
             view.copy_(grad)
 
     def _open_grad_buffer(self) -> None:
-        """Bring a buffer for contributions: kept for good where gradients stay whole, else from the pool."""
+        """Bring a buffer for contributions: kept for good where gradients stay whole; else the shard's own, or one of the pool."""
         dtype = self.dtypes.accumulate
-        if self.reduces_each_micro_batch:
+        if self._adds_to_shard:
+            if self._shard_grad is None:
+                self._shard_grad = self._new_grad_shard()
+            self._grad_full = self._shard_grad
+        elif self.reduces_each_micro_batch:
             self._grad_full = self._staging.acquire(self.full_numel, dtype, self.device)
         else:
             self._grad_full = torch.empty(self.full_numel, dtype=dtype, device=self.device)
@@ -527,8 +534,13 @@ class ParamBucket:
         self._grad_views = self._cut(self._grad_full)
         self._filled[:] = bytes(len(self._filled))
 
+    @property
+    def _holds_sum(self) -> bool:
+        """The buffer for contributions holds what earlier micro-batches added."""
+        return self._adds_to_shard and self.has_grad
+
     def _close_grad_buffer(self) -> None:
-        if self._grad_full is not None:
+        if self._grad_full is not None and not self._adds_to_shard:
             self._staging.release(self._grad_full)
         self._grad_full, self._grad_views = None, []
         self._filled[:] = bytes(len(self._filled))

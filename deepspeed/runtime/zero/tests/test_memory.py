@@ -98,3 +98,43 @@ def test_a_dropped_engine_leaves_nothing_behind(stage: int, is_destroyed: bool) 
     references = train()
     gc.collect()
     assert [reference() for reference in references] == [None] * 4
+
+
+class Branches(nn.Module):
+    """The second layer is used when asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, uses_both: bool) -> torch.Tensor:
+        for layer in self.layers[:1 + uses_both]:
+            x = layer(x)
+        return x.square().sum()
+
+
+@distributed(1)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_without_peers_adds_straight_to_its_gradient(stage: int) -> None:
+    """Without a second buffer; a layer that some micro-batches do not use keeps what the others gave."""
+    torch.manual_seed(2)
+    model = Branches()
+    plain = Branches()
+    plain.load_state_dict(model.state_dict())
+    engine = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config={
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 3, "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1, "stage3_param_persistence_threshold": 0}})[0]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for number, uses_both in enumerate((True, False, True, False, True, False)):
+        inputs = torch.full((1, 3), 1.0 + number)
+        engine.backward(engine(inputs, uses_both))
+        (plain(inputs, uses_both) / 3).backward()
+        engine.step()
+        if number % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    with engine.gathered():
+        for ours, theirs in zip(model.parameters(), plain.parameters()):
+            torch.testing.assert_close(ours, theirs)
+    assert not any(bucket._staging._free for bucket in engine._parts.buckets)
