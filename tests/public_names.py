@@ -290,6 +290,7 @@ PUBLIC_NAMES: dict[str, tuple[str, ...]] = {
         "get_lr_from_config",
         "get_torch_optimizer",
     ),
+    "deepspeed.runtime.superoffload.superoffload_stage3": ("SuperOffloadOptimizer_Stage3",),
     "deepspeed.runtime.utils": (
         "see_memory_usage",
         "set_random_seed",

@@ -74,7 +74,7 @@ def build_parts(plan: Plan, topology: Topology, model: nn.Module, inner: torch.o
         make = optimizer_class(
             plan.stage, has_masters=any(bucket.dtypes.master != bucket.dtypes.param for bucket in trainable),
             accumulates_in_fp32=all(bucket.dtypes.accumulate == torch.float32 for bucket in trainable),
-            is_elementwise=is_elementwise(inner))
+            is_elementwise=is_elementwise(inner), speculates=plan.offload.speculates)
         optimizer = make(
             inner, trainable, reducer, scaler, consistency, topology.model_parallel, clip=plan.clip,
             needs_norm=plan.needs_norm, is_elementwise=is_elementwise(inner), update_numel=plan.update_numel,

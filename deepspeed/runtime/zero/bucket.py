@@ -519,7 +519,7 @@ class ParamBucket:
             view.copy_(grad)
 
     def _open_grad_buffer(self) -> None:
-        """Bring a buffer for contributions: kept for good where gradients stay whole; else the shard's own, or one of the pool."""
+        """Bring a buffer for contributions: where gradients stay whole kept for good, else the shard's own or the pool's."""
         dtype = self.dtypes.accumulate
         if self._adds_to_shard:
             if self._shard_grad is None:

@@ -71,6 +71,10 @@ class DeepSpeedZeroOptimizer_Stage3(_GroupedOptimizer):
             self.parameter_offload.empty_partition_cache()
 
 
+class SuperOffloadOptimizer_Stage3(DeepSpeedZeroOptimizer_Stage3):
+    """Stage 3 whose updates in host memory begin during backward (Note [Speculation] of speculative_update.py)."""
+
+
 class BF16_Optimizer(_GroupedOptimizer):
     """Stage 1 with bf16 parameters and fp32 gradient accumulation."""
 
@@ -109,13 +113,14 @@ class FP16_Optimizer(FP16_UnfusedOptimizer):
 
 
 def optimizer_class(stage: int, has_masters: bool, accumulates_in_fp32: bool,
-                    is_elementwise: bool) -> type[ShardedOptimizer]:
+                    is_elementwise: bool, speculates: bool = False) -> type[ShardedOptimizer]:
     """Return the class that clients expect for a stage.
 
-    has_masters: the parameters have a 16-bit dtype. accumulates_in_fp32: their gradients are added up in fp32.
+    has_masters: the parameters have a 16-bit dtype. accumulates_in_fp32: their gradients are added up in fp32. speculates:
+    updates begin during backward.
     """
     if stage == 3:
-        return DeepSpeedZeroOptimizer_Stage3
+        return SuperOffloadOptimizer_Stage3 if speculates else DeepSpeedZeroOptimizer_Stage3
     if stage == 0:
         return ShardedOptimizer if not has_masters else FP16_Optimizer if is_elementwise else FP16_UnfusedOptimizer
     return BF16_Optimizer if stage == 1 and has_masters and accumulates_in_fp32 else DeepSpeedZeroOptimizer

@@ -204,6 +204,14 @@ def test_one_that_has_not_begun_is_done_in_turn() -> None:
 
 
 @distributed(1)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_clients_see_the_class_by_its_name(stage: int) -> None:
+    names = [type(start(stage, speculates).optimizer).__name__ for speculates in (True, False)]
+    assert names == (["SuperOffloadOptimizer_Stage3", "DeepSpeedZeroOptimizer_Stage3"] if stage == 3
+                     else ["DeepSpeedZeroOptimizer"] * 2)
+
+
+@distributed(1)
 def test_without_memory_for_a_second_copy_it_is_done_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speculative_update, "MEMORY_MARGIN", float("inf"))

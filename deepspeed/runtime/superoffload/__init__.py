@@ -1,0 +1,1 @@
+"""Public paths of updates that begin during backward."""
