@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
@@ -41,7 +42,8 @@ class LockedMemory:
             return tensor
         num_bytes = numel * example.element_size()
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
         tensor = torch.frombuffer(memory, dtype=torch.uint8).view(example.dtype)
         if self._lock(tensor.data_ptr(), num_bytes):
             self._remember(tensor.data_ptr(), num_bytes, memory)

@@ -4,8 +4,10 @@ Where the device is the CPU itself, a copy is a plain one and done when the call
 """
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -31,14 +33,16 @@ class _Pages(mmap.mmap):
 
     def __new__(cls, fileno: int, length: int) -> _Pages:
         pages = super().__new__(cls, fileno, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pages.madvise(mmap.MADV_HUGEPAGE)
-        pages.address, pages._is_locked = 0, False
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        pages.address, pages._locked_by = 0, 0
         return pages
 
     def lock(self) -> bool:
         """Lock them for the GPU; return whether that worked. `address` must be set."""
         if int(torch.cuda.cudart().cudaHostRegister(self.address, len(self), 0)) == 0:
-            self._is_locked = True
+            self.madvise(mmap.MADV_DONTFORK)  # a copy for a forked process could be ours, while the GPU writes to the old page
+            self._locked_by = os.getpid()
             return True
         try:
             torch.zeros(1, device="cuda")  # CUDA tells an error to the next call as well
@@ -47,7 +51,7 @@ class _Pages(mmap.mmap):
         return False
 
     def __del__(self) -> None:
-        if self._is_locked and not sys.is_finalizing():
+        if self._locked_by == os.getpid() and not sys.is_finalizing():
             torch.cuda.cudart().cudaHostUnregister(self.address)
 
 

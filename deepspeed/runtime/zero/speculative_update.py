@@ -97,7 +97,7 @@ class SpeculativeOnHost(OnePassOnHost):
         if guess is None or guess.work is None:
             return
         if not guess.work.cancel():
-            guess.work.add_done_callback(lambda work: self._give_back(bucket, work.result()))
+            guess.work.add_done_callback(lambda work: self._give_back(bucket, None if work.exception() else work.result()))
         elif bucket.host_grad.reader is guess.work:
             bucket.host_grad.reader = None
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import psutil
 import pytest
@@ -35,6 +36,43 @@ def test_a_sum_knows_when_it_may_have_changed() -> None:
     version = gradient.version
     gradient.tensor.zero_()
     assert gradient.version != version and gradient.square() == 0
+
+
+class Driver:
+    """Stands in for CUDA: remembers which addresses are locked."""
+
+    def __init__(self) -> None:
+        self.locked: set[int] = set()
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        self.locked.add(address)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.locked.remove(address)
+        return 0
+
+
+def test_pages_are_unlocked_with_their_last_view_by_the_process_that_locked_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    pages = _Pages(-1, OWN_PAGES_BYTES)
+    tensor = torch.frombuffer(pages, dtype=torch.uint8).view(torch.float32)
+    pages.address = tensor.data_ptr()
+    assert pages.lock() and driver.locked == {tensor.data_ptr()}
+    view = tensor[3:].fill_(2.0)
+    del pages, tensor
+    gc.collect()
+    child = os.fork()
+    if child == 0:  # has the objects, not the memory
+        del view
+        gc.collect()
+        os._exit(0 if driver.locked else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert driver.locked and view.eq(2).all()
+    del view
+    gc.collect()
+    assert not driver.locked
 
 
 @pytest.mark.gpu
