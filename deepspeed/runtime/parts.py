@@ -68,7 +68,8 @@ def build_parts(plan: Plan, topology: Topology, model: nn.Module, inner: torch.o
         needs_scaled_loss=not scaler.is_identity, overlaps=plan.overlaps, refuses_unused=plan.refuses_unused)
     coordinator = ParamCoordinator(buckets, consistency, plan.fetch_limits)
     hooks = ZeroHooks(model, buckets, coordinator, reducer)
-    reducer.attach(hooks.start_backward, hooks.end_backward, coordinator.grads_complete)
+    reducer.attach(hooks.start_backward, hooks.end_backward, coordinator.grads_complete,
+                   check=lambda: coordinator.raise_failed_reads(buckets))
     optimizer = None
     if inner is not None:
         make = optimizer_class(

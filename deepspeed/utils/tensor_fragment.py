@@ -89,8 +89,7 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     if place is None:
         return None
     optimizer, fragment = place
-    with optimizer.opened(fragment):
-        return optimizer.gather_full(fragment, optimizer.local_master(fragment).float())
+    return _gather_state(optimizer, fragment, lambda: optimizer.local_master(fragment))
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
@@ -123,16 +122,14 @@ def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> 
         return None
     optimizer, fragment = place
     _check_state(optimizer, fragment, optim_state_key, is_collective=True)
-    with optimizer.opened(fragment):
-        return optimizer.gather_full(fragment, _local_state(optimizer, fragment, optim_state_key).float())
+    return _gather_state(optimizer, fragment, lambda: _local_state(optimizer, fragment, optim_state_key))
 
 
 def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Write this rank's elements of `value`, of the parameter's shape, into its part of the master. Collective."""
     optimizer, fragment = _require(param)
     local = optimizer.cut_local(fragment, _checked(fragment, value))
-    with optimizer.opened(fragment, is_changed=True):
-        _write(optimizer.local_master(fragment), local)
+    optimizer.while_opened(fragment, lambda: _write(optimizer.local_master(fragment), local), is_changed=True)
     _show_master(optimizer, fragment)
 
 
@@ -151,8 +148,7 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, opti
     optimizer, fragment = _require(param)
     _check_state(optimizer, fragment, optim_state_key, is_collective=True)
     local = optimizer.cut_local(fragment, _checked(fragment, value))
-    with optimizer.opened(fragment, is_changed=True):
-        _write(_local_state(optimizer, fragment, optim_state_key), local)
+    optimizer.while_opened(fragment, lambda: _write(_local_state(optimizer, fragment, optim_state_key), local), is_changed=True)
 
 
 def safe_update_full_grad_vectorized(param_list: Sequence[torch.Tensor],
@@ -273,6 +269,11 @@ def _checked_local(fragment: Fragment, value: torch.Tensor) -> torch.Tensor:
         raise UsageError(f"this rank holds {numel} elements of {_name(fragment)}, the value has {value.numel()}. "
                          "Pass a tensor like the one that the safe_get_local function returns.")
     return value.reshape(-1)
+
+
+def _gather_state(optimizer: ShardedOptimizer, fragment: Fragment, local: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return the full fp32 tensor of which `local` gives this rank's elements while state is in memory."""
+    return optimizer.gather_full(fragment, optimizer.while_opened(fragment, lambda: local().to(torch.float32, copy=True)))
 
 
 def _unscaled(optimizer: ShardedOptimizer, grad: torch.Tensor) -> torch.Tensor:

@@ -97,3 +97,16 @@ def param_groups(model: nn.Module, lr: float = 1e-2, weight_decay: float = 0.1) 
         {"params": matrices, "lr": lr, "weight_decay": weight_decay},
         {"params": others, "lr": lr / 2, "weight_decay": 0.0},
     ]
+
+
+class Branches(nn.Module):
+    """The second layer is used when asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x: Tensor, uses_both: bool) -> Tensor:
+        for layer in self.layers[:1 + uses_both]:
+            x = layer(x)
+        return x.square().sum()

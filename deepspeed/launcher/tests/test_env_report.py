@@ -30,6 +30,30 @@ def test_full_report(capsys):
         assert fact in text
 
 
+def table_of(text: str) -> dict[str, list[str]]:
+    """Return the table of operators: name -> the other cells, without the blanks at which lines are broken."""
+    rows, name = {}, ""
+    for line in text[:text.find("DeepSpeed environment")].splitlines():
+        if line.startswith("│"):
+            first, *cells = ["".join(cell.split()) for cell in line.strip("│").split("│")]
+            name = first or name  # a note may go on in the next line
+            rows[name] = [above + cell for above, cell in zip(rows.get(name, [""] * len(cells)), cells)]
+    return rows
+
+
+def test_every_operator_has_a_row_that_says_what_its_builder_says(capsys):
+    rows, short = table_of(report(capsys)), table_of(report(capsys, "--hide_errors_and_warnings"))
+    assert list(rows) == list(short) == sorted(ALL_OPS) and len(rows) > 20
+    for name, builder in ALL_OPS.items():
+        reason = builder.obstacle()
+        words = ["YES" if builder.is_installed() else "NO", "NO" if reason else "YES"]
+        assert rows[name] == [*words, "".join((reason or builder.note()).split())]
+        assert short[name] == words
+        assert bool(reason) == (words[1] == "NO") and (not reason or rows[name][2])
+    assert rows["fused_adam"][:2] == rows["utils"][:2] == ["YES", "YES"]
+    assert rows["transformer"] == ["NO", "NO", "notavailableyetinthisrelease"]
+
+
 def test_flags_hide_parts(capsys):
     without_ops = report(capsys, "--hide_operator_status")
     assert "fused_adam" not in without_ops and torch.__version__ in without_ops

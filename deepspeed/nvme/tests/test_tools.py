@@ -147,6 +147,17 @@ def test_ds_nvme_tune(sweep, tmp_path, capsys):
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG") and os.listdir(tmp_path / "nvme") == []
 
 
+@pytest.mark.parametrize("flags", [[], ["--verbose"]])
+def test_progress_does_not_get_into_what_is_printed(flags, sweep, capsys):
+    assert main([*sweep, *flags]) == 0
+    out, err = capsys.readouterr()
+    head, best, *text = out.splitlines()
+    assert head.startswith("Running DeepNVMe") and best.startswith("Best performance") and json.loads("\n".join(text))["aio"]
+    assert "8/8" in err and "DeepNVMe" in err and "8/8" not in out
+    names = re.findall(r"(?:read|write)_block_overlap_\S+\.txt", err)
+    assert len(set(names)) == len(names) == (8 if flags else 0) and ".txt" not in out
+
+
 def test_the_functions_behind_it(sweep, tmp_path, capsys):
     arguments = parse_sweep_arguments([*sweep, "--no_write"])
     sweep_main(arguments)

@@ -21,7 +21,7 @@ import torch
 
 from deepspeed.comm.topology import GroupPair
 from deepspeed.comm.wire import Done, Pending, Wire
-from deepspeed.errors import UsageError
+from deepspeed.errors import OffloadError, UsageError
 from deepspeed.runtime.grad_squares import square_sum
 from deepspeed.runtime.policies import BucketDtypes, Medium, Placement, Residency
 from deepspeed.runtime.zero.disk_store import DiskStore, Shown
@@ -65,6 +65,7 @@ class ParamBucket:
         self.storage = FullStorage(self.full_numel, dtypes.param, self.device)
         self.shard: torch.Tensor | None = None  # on a disk, readable while `shard_opened`
         self._disk, self._shard_array = disk, None
+        self.read_failure: OffloadError | None = None  # of this rank's shard, which the others have not heard of
         self._update: Future[None] | None = None  # one that runs behind
         self._is_behind = False  # it was begun and not waited for
         self._readers_done: torch.cuda.Event | None = None
@@ -190,6 +191,11 @@ class ParamBucket:
             return values.to(self.device, copy=True)
         return self.memory.empty(values.numel(), values.dtype, is_copied).copy_(values)
 
+    def make_room(self) -> None:
+        """Have memory for the new shard, so that an update does not fail half-way. Raises: OffloadError on a full disk."""
+        if self._shard_array is not None:
+            self._disk.make_room(self._shard_array)
+
     def receive(self, master: torch.Tensor) -> None:
         """Bring the shard up to its master, rounded, wherever the two rest."""
         if self.shard_is_master:
@@ -254,14 +260,23 @@ class ParamBucket:
     def _begin_gather(self, why: str) -> Pending:
         return Done() if self.storage.is_current else self._launch_gather(why)
 
+    # Note [Failed reads]: a rank that cannot read its shard from a disk takes part in the gather all the same, with NaN, since
+    # the others wait for it. All hear of it where they meet next: before an update, at the end of an evaluation forward, or of
+    # a gather for reading (ParamCoordinator.raise_failed_reads). What was computed meanwhile is dropped.
+
     def _launch_gather(self, why: str) -> Pending:
         full, node = self.storage.tensor, self.node_shard
         if node is not None and node.is_current:
             return node.gather(full, self.label("node gather", why))
         if not self.is_sharded:
             return self.wire.gather(full, self.label("gather", why))
-        with self.shard_opened():
-            pending = self.wire.gather(full, self.label("gather", why), self.shard)
+        try:
+            with self.shard_opened():
+                pending = self.wire.gather(full, self.label("gather", why), self.shard)
+        except OffloadError as error:
+            self.read_failure = error.with_traceback(None)  # not with what the forward has in its frames
+            self.own_chunk(full).fill_(float("nan") if full.is_floating_point() else 0)
+            return self.wire.gather(full, self.label("gather", why))
         if self._shard_array is not None:
             self._shard_array.still_read = pending.wait_for_chunk
         return pending

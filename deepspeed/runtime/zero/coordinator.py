@@ -25,10 +25,13 @@ from enum import Enum
 import torch
 from torch import nn
 
+from deepspeed import comm
 from deepspeed.comm.consistency import RankConsistency
+from deepspeed.errors import OffloadError
 from deepspeed.runtime.policies import FetchLimits
 from deepspeed.runtime.zero.bucket import BucketState, ParamBucket
 from deepspeed.runtime.zero.storage import Slot
+from deepspeed.runtime.zero.swap_file import raise_together
 
 logger = logging.getLogger(__name__)
 
@@ -122,8 +125,10 @@ class ParamCoordinator:
             self._assign_slots()
 
     def end_forward(self) -> None:
-        """The outermost module's forward is over."""
+        """The outermost module's forward is over. Raises: see `raise_failed_reads`."""
         self._end_phase()
+        if self._phase is Phase.EVALUATION:
+            self.raise_failed_reads(self.buckets)
 
     def enter(self, scope: Scope) -> None:
         """Gather what the scope's forward needs."""
@@ -212,7 +217,10 @@ class ParamCoordinator:
     # ---- fetch and release -------------------------------------------------------------------------------------------
 
     def pin(self, buckets: Sequence[ParamBucket], why: str) -> None:
-        """Gather buckets and keep them so until `unpin`, whatever runs meanwhile (GatheredParameters). Collective."""
+        """Gather buckets and keep them so until `unpin`, whatever runs meanwhile (GatheredParameters). Collective.
+
+        Raises: see `raise_failed_reads`.
+        """
         for bucket in buckets:
             if bucket.is_sharded and not bucket.is_held:
                 bucket.release()
@@ -220,6 +228,33 @@ class ParamCoordinator:
             bucket.start_gather(why)
             bucket.finish_gather()
             bucket.pins += 1
+        try:
+            self.raise_failed_reads(buckets)
+        except OffloadError:
+            self.unpin(buckets)
+            raise
+
+    def raise_failed_reads(self, buckets: Sequence[ParamBucket]) -> None:
+        """Raise OffloadError on every rank when one of them could not read its shard for a gather of these buckets: what was
+        gathered is dropped (Note [Failed reads]). Collective where shards rest on a disk, else free."""
+        on_disk = [bucket for bucket in buckets if bucket.shard_is_on_disk]
+        if not on_disk:
+            return
+        failure = next((bucket.read_failure for bucket in on_disk if bucket.read_failure is not None), None)
+        if not self._is_true_anywhere(failure is not None, on_disk[0].device):
+            return
+        for bucket in on_disk:
+            bucket.read_failure = None
+            bucket.shard_changed()
+        raise_together(failure, self._consistency.group)
+
+    def _is_true_anywhere(self, value: bool, device: torch.device) -> bool:
+        group = self._consistency.group
+        count = torch.tensor(int(value), device=device)
+        if group.size > 1:
+            work = comm.all_reduce(count, group=group.process_group, async_op=True)
+            self._consistency.wait(work, "the check for failed reads")
+        return count.item() > 0
 
     def unpin(self, buckets: Sequence[ParamBucket]) -> None:
         """End one `pin`."""

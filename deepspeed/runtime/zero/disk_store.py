@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from deepspeed.comm.failures import attempt
 from deepspeed.errors import OffloadError
 from deepspeed.runtime.policies import DiskPlan
 from deepspeed.runtime.zero.host_memory import HostMemory
@@ -104,7 +105,7 @@ class DiskStore:
 
     def drop(self, array: DiskArray) -> None:
         """Forget a closed array, and give its place back."""
-        array.settle()
+        attempt(lambda: self._settle(array), OffloadError)  # nobody needs what could not be read
         self._kept.pop(array, None)
         if array.buffer is not None:
             self._free.append(array.buffer)
@@ -114,24 +115,39 @@ class DiskStore:
     def open(self, arrays: Sequence[DiskArray], reads: bool = True) -> None:
         """Bring arrays into memory and let their tensors show them, until as many `close`.
 
-        reads: False where the caller overwrites them; what is not in memory is zeros then.
+        reads: False where the caller overwrites them; what is not in memory is zeros then. Raises: OffloadError, with none of
+        them open.
         """
+        blank = []
+        try:
+            for array in arrays:
+                if not reads and array.buffer is None:
+                    array.buffer = self._find_buffer(array.num_bytes).zero_()
+                    blank.append(array)
+                self.read_ahead([array], is_needed=True)
+            for array in arrays:
+                self._settle(array)  # a write too: whoever opens may change the bytes
+        except OffloadError:
+            for array in blank:
+                self._free.append(array.buffer)
+                array.buffer = None
+            self._kept.update((array, None) for array in arrays if array.uses == 0 and array.buffer is not None)
+            raise
         for array in arrays:
-            if not reads and array.buffer is None:
-                array.buffer = self._find_buffer(array.num_bytes)
-                array.buffer.zero_()
-            self.read_ahead([array], is_needed=True)
-        for array in arrays:
-            array.settle()  # a write too: whoever opens may change the bytes
             array.uses += 1
             for shown in array.shown if array.uses == 1 else ():
                 shown.bind(array.flat)
+
+    def make_room(self, array: DiskArray) -> None:
+        """Have a buffer for an array that is to be overwritten. Raises: OffloadError when what is in it cannot be written."""
+        if array.buffer is None:
+            self._free.append(self._find_buffer(array.num_bytes))
 
     def close(self, arrays: Sequence[DiskArray], is_changed: bool) -> None:
         """End one `open`; what changed is written in the background."""
         for array in arrays:
             if is_changed:
-                array.settle()
+                attempt(array.settle, OffloadError)  # what could not be written has changed since
                 self._write(array)
             array.uses -= 1
             if array.uses == 0:
@@ -167,12 +183,25 @@ class DiskStore:
     def finish(self) -> None:
         """Wait for all writes. Raises: OffloadError for the first that failed; what it had is still in memory."""
         for array in self._kept:
-            array.settle()
+            if array.is_newer:
+                array.settle()
+
+    def _settle(self, array: DiskArray) -> None:
+        """Wait for an array's transfer. What could not be written stays, to be written before its buffer is taken.
+
+        Raises: OffloadError when it could not be read; its buffer is free then.
+        """
+        buffer = array.buffer
+        _, failure = attempt(array.settle, OffloadError)
+        if failure is not None and array.buffer is None:
+            self._kept.pop(array, None)
+            self._free.append(buffer)
+            raise failure
 
     def close_file(self) -> None:
-        """End the store; the arrays are gone."""
-        for array in list(self._kept):
-            array.settle()
+        """End the store; the arrays are gone, also those that could not be written."""
+        for array in self._kept:
+            attempt(array.settle, OffloadError)
         self._kept.clear()
         self._free.clear()
         self._file.close()
@@ -180,24 +209,28 @@ class DiskStore:
     def _find_buffer(self, num_bytes: int, is_needed: bool = True) -> torch.Tensor | None:
         """Return a buffer: a free one, a new one, or that of the array that was used longest ago.
 
-        not is_needed: None when that would take a buffer from an array that is just being read.
+        not is_needed: None when that would take a buffer from an array that is just being read, or was not written yet, or more
+        memory. Raises: OffloadError when it cannot be written.
         """
         while True:
             fitting = next((i for i, buffer in enumerate(self._free) if buffer.numel() == num_bytes), None)
             if fitting is not None:
                 return self._free.pop(fitting)
-            if self._allocated_bytes + num_bytes <= self.capacity_bytes or not (self._free or self._kept):
+            has_none = not (self._free or self._kept)
+            if self._allocated_bytes + num_bytes <= self.capacity_bytes or is_needed and has_none:
                 self._allocated_bytes += num_bytes
                 return self._memory.aligned(num_bytes)
             if self._free:
                 self._allocated_bytes -= self._free.pop().numel()
                 continue
-            oldest = next(iter(self._kept))
-            if not is_needed and oldest.transfer is not None:
+            oldest = next(iter(self._kept), None)
+            if not is_needed and (oldest is None or oldest.is_newer or oldest.transfer is not None):
                 return None
-            if oldest.is_newer and oldest.transfer is None:
+            if attempt(lambda: self._settle(oldest), OffloadError)[1] is not None:
+                continue  # it was read ahead; whoever needs it will read it again
+            if oldest.is_newer:
                 self._write(oldest)  # once more: it failed before
-            oldest.settle()
+                oldest.settle()
             del self._kept[oldest]
             self._free.append(oldest.buffer)
             oldest.buffer = None

@@ -17,6 +17,7 @@ import torch
 
 from deepspeed import comm
 from deepspeed.comm.consistency import RankConsistency
+from deepspeed.comm.failures import Result
 from deepspeed.comm.topology import Group
 from deepspeed.errors import CheckpointError, OffloadError, UsageError
 from deepspeed.runtime.base_optimizer import TorchOptimizerFacade, ZeROOptimizer
@@ -30,7 +31,7 @@ from deepspeed.runtime.zero.piece import Piece, is_per_element
 from deepspeed.runtime.zero.reducer import GradientReducer
 from deepspeed.runtime.zero.speculative_update import SpeculativeOnHost
 from deepspeed.runtime.zero.state_store import MASTER_KEY, StateStore, StoredState
-from deepspeed.runtime.zero.swap_file import raise_together
+from deepspeed.runtime.zero.swap_file import on_all_ranks, raise_together
 from deepspeed.runtime.zero.turns import Turn, choose_turns
 from deepspeed.runtime.zero.update import Factor
 
@@ -253,6 +254,17 @@ class ShardedOptimizer(TorchOptimizerFacade, ZeROOptimizer):
     def opened(self, fragment: Fragment, is_changed: bool = False) -> AbstractContextManager[None]:
         """Have the state around a parameter in memory, for `local_master` and `local_state`. is_changed: the caller writes."""
         return self._opened(fragment.bucket, is_changed)
+
+    def while_opened(self, fragment: Fragment, action: Callable[[], Result], is_changed: bool = False) -> Result:
+        """Return what `action` returns while the state around a parameter is in memory (see `opened`).
+
+        Collective over the shard group where a disk is used. Raises: OffloadError on all its ranks when one cannot read it.
+        """
+        def act() -> Result:
+            with self.opened(fragment, is_changed):
+                return action()
+
+        return on_all_ranks(act, fragment.bucket.pair.shard) if self._uses_disk else act()
 
     def _opened(self, bucket: ParamBucket, is_changed: bool = False) -> AbstractContextManager[None]:
         if is_changed:

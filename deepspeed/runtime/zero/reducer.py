@@ -20,7 +20,7 @@ from torch.autograd import Variable
 from deepspeed import comm
 from deepspeed.comm.consistency import RankConsistency
 from deepspeed.comm.topology import Group
-from deepspeed.errors import UsageError
+from deepspeed.errors import OffloadError, UsageError
 from deepspeed.runtime.zero.bucket import ParamBucket
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ class GradientReducer:
         self._on_begin: Callable[[], None] = _nothing
         self._on_end: Callable[[], None] = _nothing
         self._on_bucket_complete: Callable[[ParamBucket], None] = _nothing
+        self._check: Callable[[], None] = _nothing
         self.on_reduced: Callable[[ParamBucket], None] = _nothing  # told in a backward that ends a window, once per reduction
         self._location = {parameter: (bucket, index) for bucket in self.buckets
                           for index, parameter in enumerate(bucket.params)}
@@ -64,10 +65,10 @@ class GradientReducer:
         self.in_backward = False
 
     def attach(self, on_begin: Callable[[], None], on_end: Callable[[], None],
-               on_bucket_complete: Callable[[ParamBucket], None]) -> None:
+               on_bucket_complete: Callable[[ParamBucket], None], check: Callable[[], None]) -> None:
         """Install one hook per parameter, and say who is told of a backward's begin and end, and of a bucket whose gradients
-        have all come (as many as in the last backward)."""
-        self._on_begin, self._on_end, self._on_bucket_complete = on_begin, on_end, on_bucket_complete
+        have all come (as many as in the last backward). check: raises OffloadError on all ranks when gradients are wrong."""
+        self._on_begin, self._on_end, self._on_bucket_complete, self._check = on_begin, on_end, on_bucket_complete, check
         # torch keeps these hooks where Python's garbage collector does not look, so they must not keep the engine alive
         reference = weakref.ref(self)
 
@@ -272,6 +273,11 @@ class GradientReducer:
             self.abort()
             raise UsageError("the last backward was left by an exception, so its gradients are incomplete and were dropped. "
                              "Run forward and backward again before the step.")
+        try:
+            self._check()
+        except OffloadError:
+            self.zero_grad()
+            raise
         self._adopt_shown_grads()
         self._show_grads()
         if self.backward_count == 0:

@@ -31,6 +31,7 @@ class InnerUpdate:
     def __call__(self, buckets: Sequence[ParamBucket], factor: Factor) -> None:
         """Update the masters of `buckets` by `factor` times their gradients, and round them into the shards."""
         for bucket in buckets:
+            bucket.make_room()
             self._load_gradients(bucket, factor)
         pieces = [piece for bucket in buckets for piece in self._pieces_of[bucket]]
         groups = [group["params"] for group in self._inner.param_groups]
@@ -74,6 +75,7 @@ class OnePass(ABC):
             self._otherwise(buckets, factor)
             return
         for bucket in buckets:
+            bucket.make_room()  # before a step is counted
             self.prepare(bucket, factor)()
 
     def prepare(self, bucket: ParamBucket, factor: Factor) -> Callable[[], None]:

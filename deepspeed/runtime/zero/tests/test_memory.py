@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import deepspeed
+from tests.support.models import Branches
 from tests.support.pool import distributed
 
 BLOCKS, WIDTH = 16, 67
@@ -98,19 +99,6 @@ def test_a_dropped_engine_leaves_nothing_behind(stage: int, is_destroyed: bool) 
     references = train()
     gc.collect()
     assert [reference() for reference in references] == [None] * 4
-
-
-class Branches(nn.Module):
-    """The second layer is used when asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
-
-    def forward(self, x: torch.Tensor, uses_both: bool) -> torch.Tensor:
-        for layer in self.layers[:1 + uses_both]:
-            x = layer(x)
-        return x.square().sum()
 
 
 @distributed(1)

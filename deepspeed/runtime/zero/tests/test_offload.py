@@ -4,11 +4,9 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +18,16 @@ import deepspeed
 from deepspeed.errors import OffloadError, PlanError
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.policies import Medium, OffloadPlan
-from deepspeed.runtime.zero.tests.api_support import adamw, config_of, engine_of, train, weights
 from deepspeed.runtime.zero.swap_file import SwapFile
+from deepspeed.runtime.zero.tests.api_support import adamw, config_of, engine_of, train, weights
+from deepspeed.runtime.zero.tests.swap_support import small_disk
 from deepspeed.runtime.zero.update import OnePassOnHost
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from deepspeed.utils import (
     safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state, safe_get_local_fp32_param,
     safe_set_full_fp32_param, safe_set_full_optimizer_state,
 )
-from tests.support.models import AwkwardModel, batches
+from tests.support.models import AwkwardModel, Branches, batches
 from tests.support.pool import distributed
 
 CPU = {"device": "cpu"}
@@ -266,18 +265,6 @@ def test_a_removed_folder_takes_nothing_away(tmp_path: Path) -> None:
     deepspeed.comm.barrier()
     train(engine, 2, seed=1), train(plain, 2, seed=1)
     assert_equal(weights(engine), weights(plain), 1e-6)
-
-
-@contextmanager
-def small_disk(folder: Path, size: str) -> Iterator[None]:
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("needs the right to mount a small file system")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @distributed(2)
@@ -524,19 +511,6 @@ def test_what_reads_state_waits_for_the_update(use: str, tmp_path: Path) -> None
     half = len(found) // 2
     for ours, theirs in zip(found[:half], found[half:]):
         assert_equal(ours, theirs)
-
-
-class Branches(nn.Module):
-    """The second layer is used when asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
-
-    def forward(self, x: torch.Tensor, uses_both: bool) -> torch.Tensor:
-        for layer in self.layers[:1 + uses_both]:
-            x = layer(x)
-        return x.square().sum()
 
 
 @distributed(1)
