@@ -61,7 +61,7 @@ def host_bytes(buckets: Sequence[BucketSize], policy: OffloadPolicy, state_value
     if offload.state_disk is not None:
         total[TRANSFER] += _buffer_bytes(
             [size for arrays in _state_arrays(buckets, state_values) for size in arrays],
-            _state_capacity(buckets, offload.state_disk, state_values),
+            offload.state_disk.state_capacity(_state_arrays(buckets, state_values)),
             _locked if policy.is_gpu and offload.pins_state else int)
     if offload.shard_disk is not None:
         total[TRANSFER] += _buffer_bytes(_shard_arrays(buckets), _shard_capacity(buckets, offload.shard_disk), taken)
@@ -113,22 +113,11 @@ def _shard_arrays(buckets: Iterable[BucketSize]) -> list[int]:
     return [padded(bucket.shard_bytes) for bucket in buckets if bucket.is_sharded and bucket.placement.shard is Medium.DISK]
 
 
-def _state_capacity(buckets: Sequence[BucketSize], disk: DiskPlan, state_values: int) -> int:
-    """Return how many bytes DiskStates lets its buffers have."""
-    arrays = _state_arrays(buckets, state_values)
-    wanted = disk.depth * max(map(sum, arrays), default=0)
-    largest = max((size for of_bucket in arrays for size in of_bucket), default=0)
-    return wanted if disk.buffer_count is None else min(wanted, disk.buffer_count * largest)
-
-
 def _shard_capacity(buckets: Sequence[BucketSize], disk: DiskPlan) -> int:
     """Return how many bytes ShardStore lets its buffers have."""
     here = [bucket for bucket in buckets if bucket.is_sharded and bucket.placement.shard is Medium.DISK]
-    wanted = disk.depth * max(_shard_arrays(here), default=0)
     itemsize = max((bucket.dtypes.param.itemsize for bucket in here), default=0)
-    if disk.buffer_numel is not None:
-        wanted = min(wanted, disk.buffer_numel * (disk.buffer_count or disk.depth) * itemsize)
-    return wanted + (disk.memory_numel or 0) * itemsize
+    return disk.shard_capacity(max(_shard_arrays(here), default=0), itemsize)
 
 
 def _buffer_bytes(arrays: Sequence[int], capacity: int, taken: Callable[[int], int], beside: int = PAGE_BYTES) -> int:

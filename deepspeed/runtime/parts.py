@@ -105,7 +105,7 @@ def _state_factory(plan: Plan, topology: Topology, buckets: Sequence[ParamBucket
 
     def make(inner: torch.optim.Optimizer) -> StateStore:
         store = on_all_ranks(lambda: open_store(inner), topology.sequence_data_parallel)
-        return DiskStates(store, inner, disk.depth, disk.buffer_count)
+        return DiskStates(store, inner, disk)
 
     return make
 

@@ -65,6 +65,22 @@ class DiskPlan:
     buffer_numel: int | None = None
     memory_numel: int | None = None
 
+    def state_capacity(self, buckets: Sequence[Sequence[int]]) -> int:
+        """Return how many bytes the buffers for optimizer state may have. buckets: the bytes of each one's arrays."""
+        wanted = self.depth * max(map(sum, buckets), default=0)
+        largest = max((size for arrays in buckets for size in arrays), default=0)
+        return wanted if self.buffer_count is None else min(wanted, self.buffer_count * largest)
+
+    def shard_capacity(self, largest_bytes: int, itemsize: int) -> int:
+        """Return how many bytes the buffers for parameter shards may have, what is kept in memory included.
+
+        largest_bytes: of the largest shard. itemsize: bytes of an element.
+        """
+        wanted = self.depth * largest_bytes
+        if self.buffer_numel is not None:
+            wanted = min(wanted, self.buffer_numel * (self.buffer_count or self.depth) * itemsize)
+        return wanted + (self.memory_numel or 0) * itemsize
+
 
 @dataclass(frozen=True)
 class OffloadPlan:

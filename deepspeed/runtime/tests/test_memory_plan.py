@@ -24,11 +24,11 @@ WIDTH, BLOCKS = 67, 9
 class Stack(nn.Module):
     """Blocks of equal size between layers of other sizes."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
-        self.last = nn.Linear(WIDTH, 3)
+        self.first = nn.Linear(width, width, bias=False)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(BLOCKS))
+        self.last = nn.Linear(width, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)

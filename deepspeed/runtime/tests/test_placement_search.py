@@ -23,26 +23,18 @@ from deepspeed.runtime.placement_search import Budget, Found, PlacementSearch, S
 from deepspeed.runtime.plan_cli import main
 from deepspeed.runtime.planned_model import PlannedModel
 from deepspeed.runtime.policies import Medium, OffloadPlan
+from deepspeed.runtime.tests import test_memory_plan
 from tests.support.pool import distributed
 
 PLENTY = 2 ** 40
-WIDTH, BLOCKS = 256, 9
+WIDTH = 256
 
 
-class Stack(nn.Module):
-    """Blocks of equal size between layers of other sizes."""
+class Stack(test_memory_plan.Stack):
+    """The model of the memory tests, wider."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
-        self.last = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.last(x).square().mean()
+        super().__init__(WIDTH)
 
 
 SPEEDS = Speeds(bus=25e9, disk=5e9)

@@ -252,10 +252,7 @@ class ShardStore(DiskStore):
                 f"a bucket of parameters has {numel:,} elements on this rank, but offload_param.buffer_count x buffer_size is "
                 f"{plan.buffer_count} x {plan.buffer_numel:,}. Raise one of them, or leave them out.")
         self._largest_bytes = max(self._largest_bytes, padded(values.nbytes))
-        buffers_bytes = plan.depth * self._largest_bytes
-        if plan.buffer_numel is not None:
-            buffers_bytes = min(buffers_bytes, plan.buffer_numel * (plan.buffer_count or plan.depth) * values.element_size())
-        self.capacity_bytes = buffers_bytes + (plan.memory_numel or 0) * values.element_size()
+        self.capacity_bytes = plan.shard_capacity(self._largest_bytes, values.element_size())
         return super().add(values, shown)
 
 

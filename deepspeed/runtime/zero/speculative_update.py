@@ -77,10 +77,11 @@ class SpeculativeOnHost(OnePassOnHost):
         factor, guess = self._as_factor(factor), self._guesses.pop(bucket, None)
         self._is_right = (guess is not None and bucket.has_grad and guess.factor == factor
                           and guess.version == bucket.host_grad.version and guess.groups == self._groups_of(bucket))
-        if guess is None or guess.work is None or not self._is_right:
+        if not self._is_right:
             self._drop(bucket, guess)
-            for other in () if self._is_right else list(self._guesses):  # before the thread begins them
+            for other in list(self._guesses):  # before the thread begins them
                 self.forget(other)
+        if not self._is_right or guess.work is None:
             return super().prepare(bucket, factor)
         guess.work.cancel()  # one that has not begun would come out of turn
         self._inner._opt_called = True
@@ -163,13 +164,12 @@ class SpeculativeOnHost(OnePassOnHost):
         num_bytes = master.nbytes + sum(old.nbytes for states in olds for old in states) + bucket.shard.nbytes
         if psutil.virtual_memory().available < MEMORY_MARGIN * num_bytes:
             return None
-        rounds = not bucket.shard_is_master and master.dtype != bucket.shard.dtype
         empty = bucket.memory.empty
         return _Copy(empty(master.numel(), master.dtype, is_copied=False).zero_(),
                      [[empty(old.numel(), old.dtype, is_copied=False) for old in states] for states in olds],
-                     empty(master.numel(), bucket.shard.dtype).zero_() if rounds else None)
+                     empty(master.numel(), bucket.shard.dtype).zero_() if master.dtype != bucket.shard.dtype else None)
 
     def _form_of(self, bucket: ParamBucket) -> tuple[Any, ...]:
         """Return what buckets have in common that can use each other's copies."""
-        return (self._masters[bucket].dtype, bucket.shard_numel, bucket.shard.dtype, bucket.shard_is_master,
+        return (self._masters[bucket].dtype, bucket.shard_numel, bucket.shard.dtype,
                 *((piece.start, piece.stop) for piece in self._pieces_of[bucket]))

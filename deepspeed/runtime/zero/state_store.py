@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from deepspeed.errors import OffloadError
-from deepspeed.runtime.policies import Medium
+from deepspeed.runtime.policies import DiskPlan, Medium
 from deepspeed.runtime.zero.bucket import ParamBucket
 from deepspeed.runtime.zero.disk_store import DiskArray, DiskStore, Shown, StoredState
 from deepspeed.runtime.zero.piece import Piece, is_per_element
@@ -54,12 +54,11 @@ class StateStore:
 class DiskStates(StateStore):
     """State of the buckets that rest on a disk; of all others it is in memory.
 
-    inner: whose state it is. depth: buckets that are in memory at a time. max_arrays: largest number of arrays in memory, None
-    for no limit.
+    inner: whose state it is.
     """
 
-    def __init__(self, store: DiskStore, inner: torch.optim.Optimizer, depth: int, max_arrays: int | None):
-        self._store, self._inner, self._depth, self._max_arrays = store, inner, depth, max_arrays
+    def __init__(self, store: DiskStore, inner: torch.optim.Optimizer, plan: DiskPlan):
+        self._store, self._inner, self._plan = store, inner, plan
         self._arrays: dict[ParamBucket, dict[str, DiskArray]] = {}
         self._pieces: dict[ParamBucket, Sequence[Piece]] = {}
 
@@ -86,11 +85,11 @@ class DiskStates(StateStore):
     def stream(self, turns: Sequence[Turn]) -> Iterator[Turn]:
         for number, turn in enumerate(turns):
             with self.opened(turn.buckets, is_changed=True):
-                if number + 1 < len(turns) and self._depth > 1:
+                if number + 1 < len(turns) and self._plan.depth > 1:
                     self._store.read_ahead(self._arrays_of(turns[number + 1].buckets))
                 yield turn
                 self.collect(turn.buckets)
-            if self._depth < 3:
+            if self._plan.depth < 3:
                 self._store.finish()
 
     @contextmanager
@@ -122,12 +121,10 @@ class DiskStates(StateStore):
             array.shown[:] = [other for other in array.shown if other.start != piece.start] + [shown]
 
     def _fit(self) -> None:
-        """Give the store as much memory as `depth` of the largest buckets need."""
-        most = max((len(arrays) for arrays in self._arrays.values()), default=0)
-        if self._max_arrays is not None and most > self._max_arrays:
+        """Give the store as much memory as the plan's depth of the largest buckets needs."""
+        most, allowed = max(map(len, self._arrays.values()), default=0), self._plan.buffer_count
+        if allowed is not None and most > allowed:
             raise OffloadError(f"the optimizer keeps {most} tensors per bucket (the masters included), but "
-                               f"offload_optimizer.buffer_count allows {self._max_arrays} buffers. Raise it, or leave it out.")
-        of_bucket = [sum(array.num_bytes for array in arrays.values()) for arrays in self._arrays.values()]
-        largest = max((array.num_bytes for arrays in self._arrays.values() for array in arrays.values()), default=0)
-        wanted = self._depth * max(of_bucket, default=0)
-        self._store.capacity_bytes = wanted if self._max_arrays is None else min(wanted, self._max_arrays * largest)
+                               f"offload_optimizer.buffer_count allows {allowed} buffers. Raise it, or leave it out.")
+        self._store.capacity_bytes = self._plan.state_capacity(
+            [[array.num_bytes for array in arrays.values()] for arrays in self._arrays.values()])

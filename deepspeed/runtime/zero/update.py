@@ -89,7 +89,7 @@ class OnePass(ABC):
     @torch.no_grad()
     def _update(self, bucket: ParamBucket, updates: Sequence[tuple[Piece, PieceUpdate]]) -> None:
         master = self._masters[bucket]
-        if bucket.shard_is_master or master.dtype == bucket.shard.dtype:
+        if master.dtype == bucket.shard.dtype:
             for _, update in updates:
                 update(None)
             bucket.receive(master)

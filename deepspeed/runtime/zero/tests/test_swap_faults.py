@@ -449,7 +449,7 @@ def test_buffers_and_their_overlap_change_no_number(world_size: int, tmp_path: P
         train(engine, 3)
         assert_equal(weights(engine), expected)
         store, shards = engine.optimizer._states._store, shards_of(engine)
-        assert engine.optimizer._states._depth == depth
+        assert engine.optimizer._states._plan.depth == depth
         assert store._allocated_bytes <= store.capacity_bytes and shards._allocated_bytes <= max(shards.capacity_bytes, 4096)
         if "buffer_size" in parameters:
             assert shards.capacity_bytes == 2 * (count * largest_parameter + parameters.get("max_in_cpu", 0))
