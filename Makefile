@@ -37,7 +37,7 @@ quickstart: $(STAMPS)/package
 	$(BIN)/deepspeed --num_gpus 2 examples/gpt/train.py --deepspeed_config examples/gpt/ds_config.json
 
 test: $(STAMPS)/test
-	$(PY) -m pytest --timeout=900 -m "not slow_clients" $(PYTEST_ARGS)
+	$(PY) -m pytest --timeout=300 --session-timeout=4500 -m "not slow_clients" $(PYTEST_ARGS)
 
 test-clients:
 	$(MAKE) VENV=.venv-clients run-clients

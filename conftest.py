@@ -28,6 +28,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_report_teststatus(report: pytest.TestReport, config: pytest.Config) -> None:
+    """Show each failure as it comes: a run that is ended from outside never gets to its summary."""
+    if report.failed:
+        terminal = config.pluginmanager.get_plugin("terminalreporter")
+        terminal.write_line(f"\n{report.nodeid}, {report.when}:", red=True)
+        terminal.write_line(report.longreprtext)
+
+
 def pytest_unconfigure() -> None:
     """End the worker processes of multi-rank tests."""
     close_pool()

@@ -7,6 +7,7 @@ world that they form is known on every rank, and each rank makes all of them in 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -74,6 +75,8 @@ class GroupRegistry:
     """Makes groups from partitions of the world, each (partition, name) once, and closes the communicators it made."""
 
     def __init__(self, rank: int, world_size: int) -> None:
+        while _to_close:
+            _to_close.popleft().close()
         self.rank, self.world_size = rank, world_size
         self._world_group = dist.group.WORLD
         self._groups: dict[tuple[Partition, str], Group] = {}
@@ -151,3 +154,10 @@ class GroupRegistry:
                 dist.is_initialized() and dist.group.WORLD is self._world_group
             ):  # else these ended with all communication
                 dist.destroy_process_group(process_group)
+
+    def close_later(self) -> None:
+        """Have the next registry close this one, for callers that must not wait, nor take locks."""
+        _to_close.append(self)
+
+
+_to_close: deque[GroupRegistry] = deque()

@@ -138,6 +138,10 @@ class Topology:
         """Destroy the communicators made for this topology; those of the mpu, the caller's mesh and the world stay."""
         self.registry.close()
 
+    def close_later(self) -> None:
+        """As `close`, at a time when waiting is safe: when the next topology is made."""
+        self.registry.close_later()
+
     def _singleton(self, name: str) -> Group:
         return self.registry.make(_singletons(self.registry.world_size), name)
 

@@ -8,7 +8,6 @@ import gc
 import logging
 import math
 import os
-import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -82,6 +81,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
             mpu=mpu, mesh_device=mesh_device, sequence_parallel_size=self._config.sequence_parallel_size,
             data_parallel_size=self._config.data_parallel_size,
             tensor_parallel_size=self._config.tensor_parallel.degree)
+        weakref.finalize(self, _let_go, self.topology).atexit = False
         groups.set_topology(self.topology)
         self.plan = make_plan(self._config, self.topology)
         self._gas = self.plan.gradient_accumulation_steps
@@ -539,13 +539,15 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
                 return getattr(module, name)
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}', nor has its module") from None
 
-    def __del__(self) -> None:
-        if sys.is_finalizing():  # too late for threads that need the interpreter to end
-            return
-        try:
-            self.destroy()
-        except Exception:  # the interpreter or the process group may be half gone; there is nobody to tell
-            logger.debug("engine was not destroyed cleanly", exc_info=True)
+
+# Note [Collected engines]: an engine that nobody destroys is collected together with its model, whose hooks refer to it, and
+# that is nearly all of its end. The garbage collector runs in whatever thread just allocates: in that of an update, or in one
+# that starts and holds a lock of `threading` that every ending thread needs. To wait there can be to wait for oneself. So
+# nothing is waited for; the communicators, which torch refers to, are closed when the next engine is made.
+
+def _let_go(topology: Topology) -> None:
+    groups.forget_topology(topology)
+    topology.close_later()
 
 
 def _to_half(value: Any) -> Any:

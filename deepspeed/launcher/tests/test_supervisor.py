@@ -22,10 +22,12 @@ WAITS = "import time\ntime.sleep(60)\n"
 
 @pytest.fixture(autouse=True)
 def signals_as_a_terminal_has_them():
-    """The tests may themselves run under nohup, which the launcher respects."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    """The tests may themselves run under nohup, or in the background of a script, which the launcher respects."""
+    before = {signal.SIGHUP: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+              signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler)}
     yield
-    signal.signal(signal.SIGHUP, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def processes(*scripts: str) -> list[RankProcess]:

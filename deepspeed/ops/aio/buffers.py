@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,13 +25,22 @@ def check_buffer(buffer: object, method: str) -> None:
                          "contiguous; give buffer.contiguous(), or a contiguous view")
 
 
+class HasDescriptor(Protocol):
+    """An open file, as Python's own."""
+
+    def fileno(self) -> int:
+        """Return the open descriptor."""
+
+
 def check_target(target: object, method: str) -> str | int:
     """Return an absolute path, since files are opened later, or an open descriptor. Raises: UsageError."""
+    if hasattr(target, "fileno"):
+        target = target.fileno()
     if isinstance(target, (str, os.PathLike)) and "\0" not in os.fspath(target):
         return os.path.abspath(target)
     if isinstance(target, int) and not isinstance(target, bool) and target >= 0:
         return target
-    raise UsageError(f"aio_handle.{method}: {target!r} is neither a path nor an open file descriptor")
+    raise UsageError(f"aio_handle.{method}: {target!r} is neither a path nor an open file")
 
 
 def check_offset(file_offset: object, method: str) -> int:

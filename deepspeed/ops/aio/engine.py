@@ -70,32 +70,42 @@ class Outcome:
 
 
 class Transfer(Protocol):
-    """A read or write under way. Its memory must stay valid until `join` has returned."""
+    """A read or write under way."""
 
     def join(self) -> Outcome:
         """Wait until it has ended and return how. Signals are served meanwhile."""
 
 
+# Note [Collected engines]: an engine that nobody closes and nobody refers to any more finishes its work all the same. But the
+# garbage collector ends it in whatever thread just allocates, perhaps in one that starts and holds a lock of `threading` that
+# every ending thread needs, or in one of the engine's own. To join a thread of Python's there can be to wait for oneself, so
+# only `close` does. Threads in C++ need nothing of Python's and may be joined anywhere.
+
+
 class Engine(Protocol):
-    """Carries out transfers on threads of its own."""
+    """Carries out transfers on threads of its own. One that is collected finishes them too (Note [Collected engines])."""
 
     name: str
 
-    def start(self, target: str | int, is_write: bool, address: int, pieces: Sequence[Piece]) -> Transfer:
-        """Begin a transfer between the memory at `address` and the file at a path, or behind an open descriptor."""
+    def start(self, target: str | int, is_write: bool, address: int, pieces: Sequence[Piece], kept: object) -> Transfer:
+        """Begin a transfer between the memory at `address` and the file at a path, or behind an open descriptor.
+
+        kept: whose life the memory and the descriptor depend on; referred to until the transfer has ended.
+        """
 
     def close(self) -> None:
-        """Wait for the work in flight and end the threads."""
+        """Wait for the work in flight and end the threads. Nothing can be started afterwards."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a transfer was asked to do, for error texts. target: path, or open descriptor."""
+    """What a transfer was asked to do. target: path, or open descriptor. owner: whose life the descriptor depends on."""
 
     target: str | int
     is_write: bool
     file_offset: int
     num_bytes: int
+    owner: object = None
 
     def __str__(self) -> str:
         verb, preposition = ("write", "to") if self.is_write else ("read", "from")

@@ -9,14 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import weakref
 from collections import deque
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from deepspeed.errors import UsageError
-from deepspeed.ops.aio.buffers import check_buffer, check_offset, check_target
+from deepspeed.ops.aio.buffers import HasDescriptor, check_buffer, check_offset, check_target
 from deepspeed.ops.aio.engine import Engine, Outcome, Request, Settings, Traffic, Transfer, as_error, total
 from deepspeed.ops.aio.engines import open_engine
 from deepspeed.ops.aio.locked_memory import LockedMemory
@@ -29,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class _Pending:
-    """A transfer under way. buffer: keeps the memory alive until its end."""
+    """A transfer under way."""
 
     transfer: Transfer
     request: Request
@@ -61,7 +60,7 @@ class _HostTransfers:
         workers = num_workers or self._settings.intra_op_parallelism
         self._turn += 1
         pieces = plan_transfer(request.num_bytes, request.file_offset, self._settings.block_size, workers, self._turn % workers)
-        return self._engine.start(request.target, request.is_write, buffer.data_ptr(), pieces)
+        return self._engine.start(request.target, request.is_write, buffer.data_ptr(), pieces, kept=(buffer, request.owner))
 
 
 class AioHandle:
@@ -82,14 +81,12 @@ class AioHandle:
         self._engine = open_engine(self._settings, engine)
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._running: set[_Pending] = set()  # keeps the memory alive while the engine uses it
-        self._to_wait_for: deque[_Pending] = deque()  # the asynchronous ones of them, oldest first
+        self._to_wait_for: deque[_Pending] = deque()  # asynchronous ones, oldest first
         self._locked_memory = LockedMemory()
         self._host = _HostTransfers(self._engine, self._settings)
         self._staging = StagingThread(self._host.start, block_size * intra_op_parallelism)
         self._moved = Traffic()
-        self._is_buffering_known = False
-        self._finalizer = weakref.finalize(self, _shut_down, self._engine, self._staging, self._running, self._process)
+        self._is_buffering_known = self._is_closed = False
 
     @property
     def engine(self) -> str:
@@ -152,14 +149,15 @@ class AioHandle:
         """Write the buffer to the file, on all threads, and return 1, the number of operations done."""
         return self._finish(self._start("sync_pwrite", buffer, filename, True, False, file_offset))
 
-    def async_pread(self, buffer: Tensor, filename: str, file_offset: int = 0) -> int:
-        """Begin to fill the buffer from the file (path or open descriptor) and return 0; it is full after `wait`."""
+    def async_pread(self, buffer: Tensor, filename: str | int | HasDescriptor, file_offset: int = 0) -> int:
+        """Begin to fill the buffer from the file (as `async_pwrite`) and return 0; it is full after `wait`."""
         return self._queue(self._start("async_pread", buffer, filename, False, False, file_offset))
 
-    def async_pwrite(self, buffer: Tensor, filename_or_fd: str | int, file_offset: int = 0) -> int:
+    def async_pwrite(self, buffer: Tensor, filename_or_fd: str | int | HasDescriptor, file_offset: int = 0) -> int:
         """Begin to write the buffer to the file (path or open descriptor) and return 0; leave the buffer alone until `wait`.
 
-        A descriptor must stay open until then; only one opened with O_DIRECT bypasses the page cache.
+        A descriptor must stay open until then; an object with `fileno()` is referred to until then, and may close it when it is
+        collected. Only a descriptor opened with O_DIRECT bypasses the page cache.
         """
         return self._queue(self._start("async_pwrite", buffer, filename_or_fd, True, False, file_offset))
 
@@ -194,18 +192,22 @@ class AioHandle:
         return self._locked_memory.holds(tensor)
 
     def close(self) -> None:
-        """Wait for the work in flight and end the threads; the handle cannot be used any more. Deleting it does the same."""
-        self._finalizer()
+        """Wait for the work in flight and end the threads; the handle cannot be used any more.
 
-    def _start(self, method: str, buffer: Tensor, filename: str | int, is_write: bool, validate: bool, file_offset: int,
-               num_workers: int | None = None) -> _Pending:
+        A handle that is deleted finishes its work too, perhaps only a moment later (Note [Collected engines]).
+        """
+        self._is_closed = True
+        if os.getpid() == self._process:
+            self._staging.close()
+            self._engine.close()
+
+    def _start(self, method: str, buffer: Tensor, filename: str | int | HasDescriptor, is_write: bool, validate: bool,
+               file_offset: int, num_workers: int | None = None) -> _Pending:
         check_buffer(buffer, method)
-        request = Request(check_target(filename, method), is_write, check_offset(file_offset, method), buffer.nbytes)
+        request = Request(check_target(filename, method), is_write, check_offset(file_offset, method), buffer.nbytes, filename)
         self._check_process()
         with self._lock:
-            pending = _Pending(self._begin(buffer, request, num_workers), request, buffer, validate)
-            self._running.add(pending)
-        return pending
+            return _Pending(self._begin(buffer, request, num_workers), request, buffer, validate)
 
     def _begin(self, buffer: Tensor, request: Request, num_workers: int | None) -> Transfer:
         if buffer.device.type == "cpu":
@@ -243,7 +245,6 @@ class AioHandle:
     def _end(self, pending: _Pending) -> OSError | None:
         outcome, failure = pending.finish()
         with self._lock:
-            self._running.discard(pending)
             self._moved = total([self._moved, outcome.traffic])
         if outcome.is_without_direct and isinstance(pending.request.target, str) and not self._is_buffering_known:
             self._is_buffering_known = True
@@ -254,13 +255,5 @@ class AioHandle:
         if os.getpid() != self._process:
             raise UsageError(f"aio_handle was made by process {self._process} and its threads do not exist in process "
                              f"{os.getpid()}; make a handle after the fork")
-        if not self._finalizer.alive:
+        if self._is_closed:
             raise UsageError("aio_handle is closed; make a new one")
-
-
-def _shut_down(engine: Engine, staging: StagingThread, running: set[_Pending], process: int) -> None:
-    """End a handle's threads. running: keeps the memory alive until the work in flight is done."""
-    if os.getpid() == process:
-        staging.close()
-        engine.close()
-    running.clear()

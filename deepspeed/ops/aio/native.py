@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import itertools
 import os
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 from deepspeed.ops.aio.engine import Outcome, Settings, Stage, Traffic
 from deepspeed.ops.aio.plan import Piece
@@ -62,39 +64,51 @@ class NativeEngine:
         if self._library is None:
             raise OSError(errno.ENOSYS, f"engine {name} is not available: {why_missing(LIBRARY)}")
         error = _INT(0)
-        self._handle = self._library.ds_aio_open(
+        handle = self._library.ds_aio_open(
             NATIVE_ENGINES.index(name), settings.block_size, settings.queue_depth, settings.single_submit,
             settings.overlap_events, settings.intra_op_parallelism, ctypes.byref(error))
-        if self._handle is None:
+        if handle is None:
             is_left_out = name == "io_uring" and error.value == errno.ENOSYS
             reason = "built without liburing, or an old kernel" if is_left_out else os.strerror(error.value)
             raise OSError(error.value, f"engine {name} with queue_depth {settings.queue_depth} and "
                                        f"{settings.intra_op_parallelism} threads is not available: {reason}")
+        self._handle = handle
+        self._kept: dict[int, object] = {}  # by number of the transfer: addresses come again
+        self._numbers = itertools.count()
+        self._finalizer = weakref.finalize(self, _close, self._library, handle, self._kept, os.getpid())
 
-    def start(self, target: str | int, is_write: bool, address: int, pieces: Sequence[Piece]) -> NativeTransfer:
+    def start(self, target: str | int, is_write: bool, address: int, pieces: Sequence[Piece], kept: object) -> NativeTransfer:
         array = (_Piece * len(pieces))(*((address + piece.buffer_offset, piece.file_offset, piece.num_bytes, piece.worker,
                                           piece.is_aligned) for piece in pieces))
         path, descriptor = (os.fsencode(target), -1) if isinstance(target, str) else (None, target)
         operation = self._library.ds_aio_start(self._handle, path, descriptor, is_write, array, len(pieces))
         if operation is None:
             raise MemoryError(f"no memory to start a transfer of {len(pieces)} pieces")
-        return NativeTransfer(self._library, operation)
+        number = next(self._numbers)
+        self._kept[number] = kept
+        return NativeTransfer(self._library, operation, lambda: self._kept.pop(number, None))
 
     def close(self) -> None:
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            self._library.ds_aio_close(handle)
+        self._finalizer()
+
+
+def _close(library: ctypes.CDLL, handle: int, kept: dict[int, object], process: int) -> None:
+    """Wait for the work in flight and end the threads, which a fork of the process does not have. kept: dropped after that."""
+    if os.getpid() == process:
+        library.ds_aio_close(handle)
+    kept.clear()
 
 
 class NativeTransfer:
-    """An operation of the library; freed when this object is."""
+    """An operation of the library; freed when this object is. let_go: drops what it keeps alive."""
 
-    def __init__(self, library: ctypes.CDLL, operation: int) -> None:
-        self._library, self._operation, self._process = library, operation, os.getpid()
+    def __init__(self, library: ctypes.CDLL, operation: int, let_go: Callable[[], object]) -> None:
+        self._library, self._operation, self._let_go, self._process = library, operation, let_go, os.getpid()
 
     def join(self) -> Outcome:
         while not self._library.ds_aio_wait(self._operation, WAIT_MILLISECONDS):
             pass
+        self._let_go()
         result = _Result()
         self._library.ds_aio_result(self._operation, ctypes.byref(result))
         return Outcome(result.error, Stage(result.stage), result.offset,

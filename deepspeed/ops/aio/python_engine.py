@@ -30,10 +30,10 @@ class PythonEngine:
         threads = min(MAX_THREADS, settings.intra_op_parallelism * settings.queue_depth)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ds_aio")
 
-    def start(self, target: str | int, is_write: bool, address: int, pieces: Sequence[Piece]) -> PythonTransfer:
+    def start(self, target: str | int, is_write: bool, address: int, pieces: Sequence[Piece], kept: object) -> PythonTransfer:
         begin = pieces[0].file_offset
         end = pieces[-1].file_offset + pieces[-1].num_bytes
-        file = _File(target, is_write, begin, end)
+        file = _File(target, is_write, begin, end, kept)
         memory = memoryview((ctypes.c_char * (end - begin)).from_address(address)).cast("B")
         cuts = [*range(begin, end, self._block_bytes), end]
         file.expect(len(cuts) - 1)
@@ -55,10 +55,10 @@ class PythonTransfer:
 
 
 class _File:
-    """The file of one transfer: opened when its first block is moved, closed after its last."""
+    """The file of one transfer: opened when its first block is moved, closed after its last. kept: referred to until then."""
 
-    def __init__(self, target: str | int, is_write: bool, begin: int, end: int) -> None:
-        self._target, self._is_write, self._begin, self._end = target, is_write, begin, end
+    def __init__(self, target: str | int, is_write: bool, begin: int, end: int, kept: object) -> None:
+        self._target, self._is_write, self._begin, self._end, self._kept = target, is_write, begin, end, kept
         self._lock = threading.Lock()
         self._descriptor: int | None = None
         self._failed: Outcome | None = None

@@ -125,7 +125,7 @@ class StagingThread:
         for number, (begin, end) in enumerate(zip(cuts, cuts[1:])):
             if len(self._chunks) <= number % CHUNKS:
                 self._chunks.append(lane.allocate(self._chunk_bytes))
-            piece = Request(request.target, request.is_write, request.file_offset + begin, end - begin)
+            piece = Request(request.target, request.is_write, request.file_offset + begin, end - begin, request.owner)
             yield self._chunks[number % CHUNKS][:end - begin], memory[begin:end], piece
 
 

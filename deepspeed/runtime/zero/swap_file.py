@@ -38,12 +38,11 @@ class SwapFile:
             folder.mkdir(parents=True, exist_ok=True)
             descriptor, name = tempfile.mkstemp(prefix="zero_", suffix=".swap", dir=folder)
             os.close(descriptor)
-            self._descriptor = _open_direct(name)
+            self._file = _DirectFile(name)
             os.unlink(name)
         except OSError as error:
             raise OffloadError(f"no swap file can be made in {folder} ({error}). Set nvme_path to a folder on a disk that this "
                                "user may write to.") from error
-        self._finalizer = weakref.finalize(self, os.close, self._descriptor)
         self._end = self._reserved_bytes = 0
         self._idle: list[AioHandle] = []
 
@@ -59,9 +58,9 @@ class SwapFile:
         if num_bytes <= 0:
             return
         try:
-            os.posix_fallocate(self._descriptor, self._reserved_bytes, num_bytes)
+            os.posix_fallocate(self._file.fileno(), self._reserved_bytes, num_bytes)
         except OSError as error:
-            stats = os.fstatvfs(self._descriptor)  # the folder may be gone
+            stats = os.fstatvfs(self._file.fileno())  # the folder may be gone
             raise OffloadError(
                 f"the disk of {self.folder} cannot take {self._reserved_bytes + num_bytes:,} bytes of offloaded state "
                 f"({error}); "
@@ -70,26 +69,26 @@ class SwapFile:
 
     def give_back(self, offset: int, num_bytes: int) -> None:
         """Let the disk have a place that is not needed any more. A file system without holes gets it when the file ends."""
-        _libc.fallocate(self._descriptor, _PUNCH_HOLE | _KEEP_SIZE, ctypes.c_int64(offset), ctypes.c_int64(num_bytes))
+        _libc.fallocate(self._file.fileno(), _PUNCH_HOLE | _KEEP_SIZE, ctypes.c_int64(offset), ctypes.c_int64(num_bytes))
 
     def read(self, buffer: torch.Tensor, offset: int) -> SwapTransfer:
         """Begin to fill the buffer from `offset`."""
         handle = self._lane()
-        handle.async_pread(buffer, self._descriptor, offset)
+        handle.async_pread(buffer, self._file, offset)
         return SwapTransfer(self, handle, f"read {buffer.nbytes:,} bytes at {offset:,}")
 
     def write(self, buffer: torch.Tensor, offset: int) -> SwapTransfer:
         """Begin to write the buffer to `offset`; it must not change until the transfer was waited for."""
         handle = self._lane()
-        handle.async_pwrite(buffer, self._descriptor, offset)
+        handle.async_pwrite(buffer, self._file, offset)
         return SwapTransfer(self, handle, f"write {buffer.nbytes:,} bytes at {offset:,}")
 
     def close(self) -> None:
-        """End the file. Transfers under way are waited for."""
+        """End the file, once the transfers under way have ended."""
         for handle in self._idle:
             handle.close()
         self._idle.clear()
-        self._finalizer()
+        del self._file
 
     def _lane(self) -> AioHandle:
         """Return a handle without work: to wait for one is to wait for all that it was given."""
@@ -114,11 +113,20 @@ class SwapTransfer:
             self._file._idle.append(self._handle)
 
 
-def _open_direct(name: str) -> int:
-    try:
-        return os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
-    except OSError:  # a file system without direct I/O
-        return os.open(name, os.O_RDWR | os.O_CLOEXEC)
+class _DirectFile:
+    """A descriptor past the page cache, where the file system has that. It is closed when nobody refers to it any more,
+    transfers under way included: its number could be another file's by the time they write."""
+
+    def __init__(self, name: str):
+        flags = os.O_RDWR | os.O_CLOEXEC
+        try:
+            self._descriptor = os.open(name, flags | os.O_DIRECT)
+        except OSError:
+            self._descriptor = os.open(name, flags)
+        self._finalizer = weakref.finalize(self, os.close, self._descriptor)
+
+    def fileno(self) -> int:
+        return self._descriptor
 
 
 def padded(num_bytes: int) -> int:

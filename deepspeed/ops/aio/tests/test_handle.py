@@ -158,8 +158,8 @@ def test_validation_finds_a_difference(tmp_path, monkeypatch):
     changed = bytearray(path.read_bytes())
     changed[7777] ^= 1
 
-    def start_and_spoil(*arguments):
-        transfer = moved(*arguments)
+    def start_and_spoil(*arguments, **keywords):
+        transfer = moved(*arguments, **keywords)
         transfer.join()
         path.write_bytes(changed)
         return transfer

@@ -76,7 +76,7 @@ def broken_disk(reads: Strikes = never, writes: Strikes = never) -> Iterator[lis
 @contextmanager
 def truncated(file: SwapFile) -> Iterator[None]:
     """Cut a swap file off at its beginning, as somebody with access to /proc can, and put its bytes back in the end."""
-    path = f"/proc/self/fd/{file._descriptor}"
+    path = f"/proc/self/fd/{file._file.fileno()}"
     content = Path(path).read_bytes()
     os.truncate(path, 0)
     try:

@@ -155,7 +155,7 @@ def test_what_failed_may_be_dropped(fault: str, tmp_path: Path) -> None:
 def test_a_file_system_without_direct_io(tmp_path: Path) -> None:
     with without_direct_io():
         store, (zero, *others) = store_of(4, tmp_path)
-    assert not fcntl.fcntl(store._file._descriptor, fcntl.F_GETFL) & os.O_DIRECT
+    assert not fcntl.fcntl(store._file._file.fileno(), fcntl.F_GETFL) & os.O_DIRECT
     with store.opened([zero], is_changed=True):
         zero.shown[0].tensor.fill_(9.0)
     assert [values_of(store, array) for array in (*others, zero)] == [{1.0}, {2.0}, {3.0}, {9.0}]
@@ -413,7 +413,7 @@ def test_engines_on_a_file_system_without_direct_io(tmp_path: Path) -> None:
     engine, plain = start("disk", tmp_path), start("none", tmp_path)
     with without_direct_io():
         buffered = start("disk", tmp_path)
-    files = [store._file._descriptor for store in (buffered.optimizer._states._store, shards_of(buffered))]
+    files = [store._file._file.fileno() for store in (buffered.optimizer._states._store, shards_of(buffered))]
     assert not any(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT for file in files)
     for one in (engine, plain, buffered):
         train(one, 2)
