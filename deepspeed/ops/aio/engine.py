@@ -76,14 +76,8 @@ class Transfer(Protocol):
         """Wait until it has ended and return how. Signals are served meanwhile."""
 
 
-# Note [Collected engines]: an engine that nobody closes and nobody refers to any more finishes its work all the same. But the
-# garbage collector ends it in whatever thread just allocates, perhaps in one that starts and holds a lock of `threading` that
-# every ending thread needs, or in one of the engine's own. To join a thread of Python's there can be to wait for oneself, so
-# only `close` does. Threads in C++ need nothing of Python's and may be joined anywhere.
-
-
 class Engine(Protocol):
-    """Carries out transfers on threads of its own. One that is collected finishes them too (Note [Collected engines])."""
+    """Carries out transfers on threads of its own. One that is collected closes (Note [Collected handles] of workers.py)."""
 
     name: str
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections import deque
 from dataclasses import dataclass
 
@@ -86,7 +87,8 @@ class AioHandle:
         self._host = _HostTransfers(self._engine, self._settings)
         self._staging = StagingThread(self._host.start, block_size * intra_op_parallelism)
         self._moved = Traffic()
-        self._is_buffering_known = self._is_closed = False
+        self._is_buffering_known = False
+        self._finalizer = weakref.finalize(self, _shut_down, self._engine, self._staging, self._process)
 
     @property
     def engine(self) -> str:
@@ -192,14 +194,8 @@ class AioHandle:
         return self._locked_memory.holds(tensor)
 
     def close(self) -> None:
-        """Wait for the work in flight and end the threads; the handle cannot be used any more.
-
-        A handle that is deleted finishes its work too, perhaps only a moment later (Note [Collected engines]).
-        """
-        self._is_closed = True
-        if os.getpid() == self._process:
-            self._staging.close()
-            self._engine.close()
+        """Wait for the work in flight and end the threads; the handle cannot be used any more. Deleting it does the same."""
+        self._finalizer()
 
     def _start(self, method: str, buffer: Tensor, filename: str | int | HasDescriptor, is_write: bool, validate: bool,
                file_offset: int, num_workers: int | None = None) -> _Pending:
@@ -255,5 +251,10 @@ class AioHandle:
         if os.getpid() != self._process:
             raise UsageError(f"aio_handle was made by process {self._process} and its threads do not exist in process "
                              f"{os.getpid()}; make a handle after the fork")
-        if self._is_closed:
+        if not self._finalizer.alive:
             raise UsageError("aio_handle is closed; make a new one")
+
+
+def _shut_down(engine: Engine, staging: StagingThread, process: int) -> None:
+    if os.getpid() == process and staging.close():  # else the thread still needs the engine, which ends with it
+        engine.close()

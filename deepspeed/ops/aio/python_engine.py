@@ -12,23 +12,23 @@ import os
 import stat
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 from deepspeed.ops.aio.engine import Outcome, Settings, Stage, Traffic, merged
 from deepspeed.ops.aio.plan import Piece
+from deepspeed.ops.aio.workers import Job, Workers
 
 MAX_THREADS = 16
 
 
 class PythonEngine:
-    """A pool of threads, each of which moves one block at a time. Source: the same semantics as csrc/aio."""
+    """Threads, each of which moves one block at a time. Source: the same semantics as csrc/aio."""
 
     name = "python"
 
     def __init__(self, settings: Settings) -> None:
         self._block_bytes = settings.block_size
-        threads = min(MAX_THREADS, settings.intra_op_parallelism * settings.queue_depth)
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ds_aio")
+        self._workers = Workers(min(MAX_THREADS, settings.intra_op_parallelism * settings.queue_depth))
 
     def start(self, target: str | int, is_write: bool, address: int, pieces: Sequence[Piece], kept: object) -> PythonTransfer:
         begin = pieces[0].file_offset
@@ -37,17 +37,17 @@ class PythonEngine:
         memory = memoryview((ctypes.c_char * (end - begin)).from_address(address)).cast("B")
         cuts = [*range(begin, end, self._block_bytes), end]
         file.expect(len(cuts) - 1)
-        return PythonTransfer([self._pool.submit(file.move, memory[start - begin:stop - begin], start)
+        return PythonTransfer([self._workers.submit(partial(file.move, memory[start - begin:stop - begin], start))
                                for start, stop in zip(cuts, cuts[1:])])
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True)
+        self._workers.close()
 
 
 class PythonTransfer:
     """The blocks of one transfer on their way."""
 
-    def __init__(self, blocks: list[Future[Outcome]]) -> None:
+    def __init__(self, blocks: list[Job[Outcome]]) -> None:
         self._blocks = blocks
 
     def join(self) -> Outcome:

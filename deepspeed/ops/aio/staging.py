@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from deepspeed.ops.aio.buffers import as_bytes
 from deepspeed.ops.aio.engine import Outcome, Request, Stage, Transfer, merged
 from deepspeed.ops.aio.plan import ALIGNMENT
+from deepspeed.ops.aio.workers import Job, Workers
 
 CHUNKS = 4  # one moves to or from the device while others are under way to or from the disk
 MIN_CHUNK_BYTES = 16 * 2**20  # less does not fill a PCIe bus
@@ -58,19 +59,16 @@ class StagingThread:
         self._start_on_host = start_on_host
         unit = -(-block_bytes // ALIGNMENT) * ALIGNMENT
         self._chunk_bytes = -(-MIN_CHUNK_BYTES // unit) * unit
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = Workers(1)
         self._chunks: list[Tensor] = []
 
     def start(self, lane: Lane, buffer: Tensor, request: Request) -> StagedTransfer:
         """Begin a transfer of a device tensor and return it."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="ds_aio_staging")
-        return StagedTransfer(self._thread.submit(self._move, lane, as_bytes(buffer), request))
+        return StagedTransfer(self._thread.submit(partial(self._move, lane, as_bytes(buffer), request)))
 
-    def close(self) -> None:
-        """Wait for the work in flight and end the thread."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=True)
+    def close(self) -> bool:
+        """End the thread after its work in flight; return whether that was waited for, as in `Workers.close`."""
+        return self._thread.close()
 
     def _move(self, lane: Lane, memory: Tensor, request: Request) -> Outcome:
         try:
@@ -132,7 +130,7 @@ class StagingThread:
 class StagedTransfer:
     """A transfer that the staging thread has under way or to do."""
 
-    def __init__(self, outcome: Future[Outcome]) -> None:
+    def __init__(self, outcome: Job[Outcome]) -> None:
         self._outcome = outcome
 
     def join(self) -> Outcome:
