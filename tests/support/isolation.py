@@ -63,6 +63,7 @@ def _remember_torch() -> Callable[[], None]:
         if torch.distributed.is_initialized() and not had_process_group:
             # Engines sit in reference cycles with their hooks. Collect them while their process group still exists.
             gc.collect()
+            gc.freeze()  # modules that were imported meanwhile, which every further collection would look through
             torch.distributed.destroy_process_group()
         torch.set_default_dtype(dtype)
         if torch.get_default_device() != device:
