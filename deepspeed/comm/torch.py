@@ -43,9 +43,9 @@ class TorchBackend:
         self.timeout = timeout
         if not torch.distributed.is_initialized():
             self._create_process_group(init_method, rank, world_size, store)
-            if torch.distributed.get_backend() == "gloo":
-                atexit.register(_end_communication)
         self.backend_name = torch.distributed.get_backend()
+        if self.backend_name == "gloo":
+            atexit.register(_end_communication)
         self.process_group = torch.distributed.group.WORLD
 
     def _create_process_group(
@@ -91,4 +91,4 @@ def _end_communication() -> None:
     gc.collect()  # engines that nobody refers to any more end with their groups
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-        time.sleep(LAST_RELEASE_SECONDS)
+    time.sleep(LAST_RELEASE_SECONDS)

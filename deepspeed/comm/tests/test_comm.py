@@ -14,6 +14,7 @@ from deepspeed import comm
 from deepspeed.comm import ReduceOp, TorchBackend
 from deepspeed.comm import comm as comm_module
 from deepspeed.errors import PlanError, UsageError
+from tests.support.imports import ROOT
 from tests.support.pool import distributed
 
 
@@ -298,3 +299,29 @@ def test_a_second_process_needs_no_port_to_be_alone():
         for process in processes:
             process.communicate("\n", timeout=60)
     assert [process.returncode for process in processes] == [0, 0]
+
+
+EXIT = """
+import os, sys
+import torch
+import torch.distributed as dist
+if sys.argv[1] == "adopted":
+    dist.init_process_group("gloo", init_method=os.environ["MEETING"], rank=int(os.environ["RANK"]), world_size=2)
+import deepspeed
+deepspeed.init_distributed("gloo", init_method=os.environ["MEETING"], rank=int(os.environ["RANK"]), world_size=2)
+for _ in range(3):
+    tensors = [torch.ones(1000) for _ in range(100)]
+    for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+        work.wait()
+"""
+
+
+def test_processes_end_after_their_last_collective(tmp_path):
+    """Threads of gloo may still have to release what it was about (several processes, since that is a matter of chance)."""
+    ranks = [subprocess.Popen([sys.executable, "-c", EXIT, "own" if pair == 0 else "adopted"], stdout=subprocess.DEVNULL,
+                              stderr=subprocess.PIPE, text=True, env={
+                                  **os.environ, "MEETING": f"file://{tmp_path}/{pair}", "RANK": str(rank),
+                                  "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+             for pair in range(4) for rank in range(2)]
+    ends = [(rank.communicate(timeout=120)[1], rank.returncode) for rank in ranks]
+    assert [code for _, code in ends] == [0] * 8, ends
