@@ -3,57 +3,20 @@
 #
 #   OUT=folder [PEER_PATH=folder] benchmarks/one_gpu_batch.sh
 #
-# With PEER_PATH the `deepspeed` in that folder takes part. A run that fails does not stop the others. Written to $OUT:
-# environment.txt, runs.log, results.jsonl (one line per run that succeeded).
-#
-# Environment: PYTHON (python3), TRAIN (arguments of every run, such as "--size tiny --vocab 512 --seq 64" to try the script on
-# a CPU), NVME_PATH (folder on a disk with 40 GB free), RUNS (labels to run, a pattern of grep -E).
+# Environment: NVME_PATH (folder on a disk with 40 GB free), and that of batch.sh.
 set -uo pipefail
-
-repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python=${PYTHON:-python3}
-out=${OUT:-$repository/runs/one_gpu}
+. "$(dirname "${BASH_SOURCE[0]}")/batch.sh"
+gpus=1
 nvme_path=${NVME_PATH:-/tmp/nvme}
-port=29611
-failures=0
-
-mkdir -p "$out" "$nvme_path"
-cd "$repository" || exit 1
-ours=$repository${PYTHONPATH:+:$PYTHONPATH}
-peer=${PEER_PATH:-}${PYTHONPATH:+:$PYTHONPATH}
-export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-8} TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$out/extensions}
-read -r -a train <<<"${TRAIN:-}"
-
-# run LABEL LIMIT_SECONDS PYTHONPATH ARGUMENTS...: one training run (or $script)
-run() {
-  local label=$1 limit=$2 path=$3
-  shift 3
-  grep -qE "${RUNS:-.}" <<<"$label" || return
-  port=$((port + 1))
-  PYTHONPATH=$path timeout --kill-after=10 "$limit" "$python" -m torch.distributed.run --nnodes 1 --nproc-per-node 1 \
-    --master-addr 127.0.0.1 --master-port "$port" "${script:-benchmarks/train_gpt.py}" --label "$label" "$@" \
-    ${train[@]+"${train[@]}"} >"$out/last_run.log" 2>&1
-  local status=$?
-  { echo "==== $label: exit code $status"; cat "$out/last_run.log"; } >>"$out/runs.log"
-  if ((status)); then
-    failures=$((failures + 1))
-    echo "FAILED $label (exit code $status)"
-    grep -E "Error|error" "$out/last_run.log" | tail -n 5 | cut -c1-300
-    return
-  fi
-  sed -n 's/^RESULT //p' "$out/last_run.log" | cut -c1-600 | tee -a "$out/results.jsonl"
-}
-
-{ nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv; lscpu; free -g; df -h "$nvme_path"; } \
-  >"$out/environment.txt" 2>&1
-grep -E "Model name|H200|^Mem" "$out/environment.txt"
+mkdir -p "$nvme_path"
+describe_machine
 
 small=(--size 1b --mbs 8 --warmup 3 --steps 8)
 early='{"offload_optimizer": {"device": "cpu", "super_offload": true}}'
 half='{"offload_optimizer": {"device": "cpu", "super_offload": true, "ratio": 0.5}}'
 
 for round in 1 2; do
-  [[ -z ${PEER_PATH:-} ]] || run "peer-offload-$round" 150 "$peer" --engine ds --stage 1 --offload cpu "${small[@]}"
+  run_peer "peer-offload-$round" 150 --engine ds --stage 1 --offload cpu "${small[@]}"
   run "offload-$round" 60 "$ours" --engine ds --stage 1 --offload cpu "${small[@]}"
   run "early-$round" 60 "$ours" --engine ds --stage 1 --extra "$early" "${small[@]}"
   run "early-half-$round" 60 "$ours" --engine ds --stage 3 --extra "$half" "${small[@]}"
@@ -78,6 +41,4 @@ if [[ ${LARGEST:-0} == 1 ]]; then
     --checkpointing --zero-init --extra "$zero" --warmup 0 --steps 2
 fi
 
-rm -f "$out/last_run.log"
-echo "finished after $SECONDS s, $failures failed"
-exit $((failures > 0))
+finish

@@ -22,10 +22,10 @@ from rich.text import Text
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint import inspection_page as views
 from deepspeed.checkpoint.export import export_safetensors, export_torch, open_whole_model, parse_size
-from deepspeed.checkpoint.folder import list_tags, write_text
+from deepspeed.checkpoint.folder import list_tags, pointed_tag, write_text
 from deepspeed.checkpoint.format import LATEST, LATEST_UNIVERSAL
 from deepspeed.checkpoint.inspection import (
-    COMPLETE, NO_MANIFEST, Facts, Listing, describe, file_contents, find_folder, list_checkpoints, pointed_tag,
+    COMPLETE, NO_MANIFEST, Facts, Listing, describe, file_contents, find_folder, list_checkpoints,
 )
 from deepspeed.checkpoint.verification import Verification, verify
 from deepspeed.errors import CheckpointError, DeepSpeedError

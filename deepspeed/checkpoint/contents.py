@@ -5,6 +5,7 @@ The optimizer's part comes in three forms, as upstream's files have them: per pa
 """
 from __future__ import annotations
 
+import itertools
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -44,11 +45,8 @@ def whole_optimizer(live: LiveState) -> dict[str, Any]:
                 entry[key] = _whole(live.local(key), member, live.keys[key])
         if entry:
             state[number] = entry
-    groups, first = [], 0
-    for members, settings in zip(live.groups, live.hyperparameters):
-        groups.append({**settings, "params": list(range(first, first + len(members))), PARAM_NAMES: _names(members)})
-        first += len(members)
-    return {"state": state, "param_groups": groups}
+    numbers = itertools.count()
+    return {"state": state, "param_groups": _param_groups(live, [[next(numbers) for _ in group] for group in live.groups])}
 
 
 def mixed_optimizer(live: LiveState, scaler: LossScalerBase) -> dict[str, Any]:
@@ -69,8 +67,7 @@ def flat_mixed_optimizer(live: LiveState, scaler: LossScalerBase, clip: float) -
                 entry[key] = _flat(live, key, group)
         if entry:
             state[number] = entry
-    groups = [{**settings, "params": [number], PARAM_NAMES: _names(group)}
-              for number, (settings, group) in enumerate(zip(live.hyperparameters, live.groups))]
+    groups = _param_groups(live, [[number] for number in range(len(live.groups))])
     return {**_scale_entries(scaler), "optimizer_state_dict": {"state": state, "param_groups": groups},
             "fp32_groups_flat": [_flat(live, MASTER_KEY, group) for group in live.groups], "clip_grad": clip,
             EXTRA_STATE: extra}
@@ -109,8 +106,10 @@ def _flat(live: LiveState, key: str, members: Sequence[Member]) -> torch.Tensor:
     return torch.cat([_whole(live.local(key), member, live.keys[key]).flatten() for member in members])
 
 
-def _names(members: Sequence[Member]) -> list[str]:
-    return [member.name for member in members]
+def _param_groups(live: LiveState, numbers: Sequence[list[int]]) -> list[dict[str, Any]]:
+    """Return the param groups of an optimizer's `state_dict`. numbers: under which keys each group's state is."""
+    return [{**settings, "params": keys, PARAM_NAMES: [member.name for member in group]}
+            for settings, group, keys in zip(live.hyperparameters, live.groups, numbers)]
 
 
 def grouped_optimizer(live: LiveState, scaler: LossScalerBase, shard: Group, regions: RegionList, *, stage: int,
@@ -126,8 +125,7 @@ def grouped_optimizer(live: LiveState, scaler: LossScalerBase, shard: Group, reg
     common, extra = _split_all(live, live.groups)
     states = [{**scalars, **{key: value for key, value in flat.items() if key != MASTER_KEY}}
               for scalars, flat in zip(common, flats)]
-    groups = [{**settings, "params": [number], PARAM_NAMES: _names(group)}
-              for number, (settings, group) in enumerate(zip(live.hyperparameters, live.groups))]
+    groups = _param_groups(live, [[number] for number in range(len(live.groups))])
     base: Any = {"state": {number: state for number, state in enumerate(states) if state}, "param_groups": groups}
     if is_elastic:
         base = [{key: _without_padding(value, padding) if torch.is_tensor(value) and value.dim() > 0 else value
@@ -154,9 +152,8 @@ def partitioned_optimizer(live: LiveState, scaler: LossScalerBase, shard: Group,
     common, extra = _split_all(live, [group for _, group in subgroups])
     states = {number: {**scalars, **{key: value for key, value in flat.items() if key != MASTER_KEY}}
               for number, (scalars, flat) in enumerate(zip(common, flats))}
-    groups = [{**settings, "params": [number for number, (of, _) in enumerate(subgroups) if of == group_id],
-               PARAM_NAMES: _names(live.groups[group_id])}
-              for group_id, settings in enumerate(live.hyperparameters)]
+    groups = _param_groups(live, [[number for number, (of, _) in enumerate(subgroups) if of == group_id]
+                                  for group_id in range(len(live.groups))])
     return {
         "zero_stage": ZeroStageEnum.weights, "loss_scaler": _portable(scaler), "dynamic_loss_scale": scaler.dynamic,
         "overflow": overflow, "partition_count": shard.size,

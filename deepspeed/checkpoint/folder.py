@@ -290,16 +290,20 @@ def resolve_tag(directory: Path, tag: str | None, pointer: str = LATEST) -> Path
 
     Raises: CheckpointError when the folder does not exist, naming the tags that do.
     """
+    tag = pointed_tag(directory, pointer) if tag is None else tag
     if tag is None:
-        path = directory / pointer
-        if not path.is_file():
-            return None
-        tag = path.read_text(encoding="utf-8").strip()
+        return None
     for folder in (directory / tag, replaced_folder(directory, tag)):
         if folder.is_dir():
             return folder
     others = ", ".join(list_tags(directory)) or "none"
     raise CheckpointError(f"{directory} has no checkpoint {tag!r} (found: {others}). Name another tag.")
+
+
+def pointed_tag(directory: Path, pointer: str) -> str | None:
+    """Return the tag that a pointer file such as `latest` names; None where there is no such file."""
+    path = directory / pointer
+    return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else None
 
 
 def list_tags(directory: Path) -> list[str]:

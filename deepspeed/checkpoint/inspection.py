@@ -92,7 +92,7 @@ def list_checkpoints(directory: Path) -> list[Listing]:
         raise CheckpointError(f"{directory} is a checkpoint itself. List its parent folder, or show it.")
     paths = [directory / tag for tag in folders.list_tags(directory)]
     paths += [path for path in directory.iterdir() if path.is_dir() and _left_by_a_save(path)]
-    named = {pointer: pointed_tag(directory, pointer) for pointer in (LATEST, LATEST_UNIVERSAL)}
+    named = {pointer: folders.pointed_tag(directory, pointer) for pointer in (LATEST, LATEST_UNIVERSAL)}
     listings = []
     for path in sorted(paths, key=lambda path: (path.stat().st_mtime_ns, path.name)):
         tag, status = _left_by_a_save(path) or (path.name, None)
@@ -100,12 +100,6 @@ def list_checkpoints(directory: Path) -> list[Listing]:
         pointers = tuple(pointer for pointer, name in named.items() if is_found and name == tag)
         listings.append(_listing(path, tag, status, pointers))
     return listings
-
-
-def pointed_tag(directory: Path, pointer: str) -> str | None:
-    """Return the tag that a pointer file such as `latest` names; None where there is no such file."""
-    path = directory / pointer
-    return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else None
 
 
 def _left_by_a_save(path: Path) -> tuple[str, str] | None:
