@@ -48,6 +48,7 @@ class DiskArray:
     buffer: torch.Tensor | None = None  # its bytes in host memory, unless they are just being read
     still_read: Callable[[], None] | None = None  # waits for a copy of the buffer that was begun while the array was open
     is_newer: bool = False  # the buffer has what the disk does not have yet
+    is_blank: bool = False  # the buffer has zeros, which whoever opened it is to overwrite
     transfer: SwapTransfer | None = None  # of the buffer: a write when it is newer, else a read
 
     @property
@@ -118,20 +119,17 @@ class DiskStore:
         reads: False where the caller overwrites them; what is not in memory is zeros then. Raises: OffloadError, with none of
         them open.
         """
-        blank = []
         try:
             for array in arrays:
                 if not reads and array.buffer is None:
-                    array.buffer = self._find_buffer(array.num_bytes).zero_()
-                    blank.append(array)
+                    array.buffer, array.is_blank = self._find_buffer(array.num_bytes).zero_(), True
                 self.read_ahead([array], is_needed=True)
             for array in arrays:
                 self._settle(array)  # a write too: whoever opens may change the bytes
         except OffloadError:
-            for array in blank:
-                self._free.append(array.buffer)
-                array.buffer = None
-            self._kept.update((array, None) for array in arrays if array.uses == 0 and array.buffer is not None)
+            for array in arrays:
+                if array.uses == 0 and array.buffer is not None:
+                    self._keep(array)
             raise
         for array in arrays:
             array.uses += 1
@@ -149,20 +147,32 @@ class DiskStore:
             if is_changed:
                 attempt(array.settle, OffloadError)  # what could not be written has changed since
                 self._write(array)
+                array.is_blank = False
             array.uses -= 1
             if array.uses == 0:
                 for shown in array.shown:
                     shown.hide()
-                self._kept[array] = None
+                self._keep(array)
+
+    def _keep(self, array: DiskArray) -> None:
+        """Let an array that is not open have its buffer until another needs it, unless there is nothing in it."""
+        if array.is_blank:
+            self._free.append(array.buffer)
+            array.buffer, array.is_blank = None, False
+        else:
+            self._kept[array] = None
 
     @contextmanager
     def opened(self, arrays: Sequence[DiskArray], is_changed: bool, reads: bool = True) -> Iterator[None]:
-        """`open` and, at the end, `close`."""
+        """`open` and, at the end, `close`. What was not read keeps its old values when it was not overwritten for an error."""
         self.open(arrays, reads)
         try:
             yield
-        finally:
-            self.close(arrays, is_changed)
+        except BaseException:
+            for array in arrays:
+                self.close([array], is_changed and not array.is_blank)
+            raise
+        self.close(arrays, is_changed)
 
     def read_ahead(self, arrays: Sequence[DiskArray], is_needed: bool = False) -> None:
         """Begin to read what is not in memory, as far as there are buffers."""

@@ -111,6 +111,18 @@ def test_a_closed_store_has_no_descriptor(fault: str, tmp_path: Path) -> None:
     assert descriptors() == before
 
 
+def test_what_was_to_be_overwritten_stays_after_an_error(tmp_path: Path) -> None:
+    store, (zero, one, *others) = store_of(4, tmp_path)
+    assert one.buffer is None and others[-1].buffer is not None
+    for array in (one, one, others[-1]):
+        with pytest.raises(KeyboardInterrupt), store.opened([array], is_changed=True, reads=False):
+            array.shown[0].tensor[:1].fill_(9.0)
+            raise KeyboardInterrupt
+    assert [values_of(store, array) for array in (zero, one, *others)] == [{0.0}, {1.0}, {2.0}, {3.0, 9.0}]
+    assert store._allocated_bytes == sum(buffer.numel() for buffer in (
+        *store._free, *(array.buffer for array in (zero, one, *others) if array.buffer is not None)))
+
+
 def test_room_is_made_for_what_will_be_overwritten(tmp_path: Path) -> None:
     store, (zero, one, *others) = store_of(4, tmp_path)
     with broken_disk(writes=lambda offset: offset in (one.offset, zero.offset)):
