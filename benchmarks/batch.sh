@@ -19,14 +19,16 @@ mkdir -p "$out"
 cd "$repository" || exit 1
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-8} TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$out/extensions}
 
+# describe_machine [FOLDER...]: also of the disks of these folders
 describe_machine() {
   {
     nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv
     nvidia-smi topo -m
-    "$python" -c 'import sys, torch; print(sys.version, torch.__version__, torch.version.cuda)'
+    "$python" -c 'import sys, torch; print(sys.version, torch.__version__, torch.version.cuda, torch.cuda.is_available() and
+                                          torch.cuda.nccl.version())'
     lscpu
     free -g
-    df -h "$out"
+    df -h "$out" "$@"
   } >"$out/environment.txt" 2>&1
   grep -E "Model name|H200|^Mem" "$out/environment.txt"
 }

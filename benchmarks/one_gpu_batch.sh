@@ -9,7 +9,7 @@ set -uo pipefail
 gpus=1
 nvme_path=${NVME_PATH:-/tmp/nvme}
 mkdir -p "$nvme_path"
-describe_machine
+describe_machine "$nvme_path"
 
 small=(--size 1b --mbs 8 --warmup 3 --steps 8)
 early='{"offload_optimizer": {"device": "cpu", "super_offload": true}}'

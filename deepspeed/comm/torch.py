@@ -45,6 +45,7 @@ class TorchBackend:
             self._create_process_group(init_method, rank, world_size, store)
         self.backend_name = torch.distributed.get_backend()
         if self.backend_name == "gloo":
+            atexit.unregister(_end_communication)  # once, however often communication begins
             atexit.register(_end_communication)
         self.process_group = torch.distributed.group.WORLD
 

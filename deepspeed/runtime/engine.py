@@ -541,9 +541,9 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
 
 
 # Note [Collected engines]: an engine that nobody destroys is collected together with its model, whose hooks refer to it, and
-# that is nearly all of its end. The garbage collector runs in whatever thread just allocates: in that of an update, or in one
-# that starts and holds a lock of `threading` that every ending thread needs. To wait there can be to wait for oneself. So
-# nothing is waited for; the communicators, which torch refers to, are closed when the next engine is made.
+# that is nearly all of its end. The collector may run in the thread of an update, or where to wait for a thread is to wait for
+# oneself (Note [Collected handles] of ops/aio/workers.py). So nothing is waited for; the communicators, which torch refers to,
+# are closed when the next engine is made.
 
 def _let_go(topology: Topology) -> None:
     groups.forget_topology(topology)

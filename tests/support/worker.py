@@ -8,7 +8,6 @@ that ranks waiting for the failed one get an error at once.
 """
 
 import faulthandler
-import gc
 import importlib
 import multiprocessing
 import os
@@ -81,9 +80,6 @@ def worker_main(connection: Connection, log_path: str, store_port: int) -> None:
     _rewrite_assertions()
     torch.set_num_threads(1)
     store = torch.distributed.TCPStore("127.0.0.1", store_port, is_master=False)
-    # What is imported by now lives for ever: keep it out of the collection after each test.
-    gc.collect()
-    gc.freeze()
     while True:
         try:
             task: Task = pickle.loads(connection.recv_bytes())

@@ -88,7 +88,7 @@ class AioHandle:
         self._staging = StagingThread(self._host.start, block_size * intra_op_parallelism)
         self._moved = Traffic()
         self._is_buffering_known = False
-        self._finalizer = weakref.finalize(self, _shut_down, self._engine, self._staging, self._process)
+        self._finalizer = weakref.finalize(self, _shut_down, self._engine, self._staging)
 
     @property
     def engine(self) -> str:
@@ -255,6 +255,6 @@ class AioHandle:
             raise UsageError("aio_handle is closed; make a new one")
 
 
-def _shut_down(engine: Engine, staging: StagingThread, process: int) -> None:
-    if os.getpid() == process and staging.close():  # else the thread still needs the engine, which ends with it
+def _shut_down(engine: Engine, staging: StagingThread) -> None:
+    if staging.close():  # else the thread still needs the engine, which ends with it
         engine.close()

@@ -64,18 +64,17 @@ class NativeEngine:
         if self._library is None:
             raise OSError(errno.ENOSYS, f"engine {name} is not available: {why_missing(LIBRARY)}")
         error = _INT(0)
-        handle = self._library.ds_aio_open(
+        self._handle = self._library.ds_aio_open(
             NATIVE_ENGINES.index(name), settings.block_size, settings.queue_depth, settings.single_submit,
             settings.overlap_events, settings.intra_op_parallelism, ctypes.byref(error))
-        if handle is None:
+        if self._handle is None:
             is_left_out = name == "io_uring" and error.value == errno.ENOSYS
             reason = "built without liburing, or an old kernel" if is_left_out else os.strerror(error.value)
             raise OSError(error.value, f"engine {name} with queue_depth {settings.queue_depth} and "
                                        f"{settings.intra_op_parallelism} threads is not available: {reason}")
-        self._handle = handle
         self._kept: dict[int, object] = {}  # by number of the transfer: addresses come again
         self._numbers = itertools.count()
-        self._finalizer = weakref.finalize(self, _close, self._library, handle, self._kept, os.getpid())
+        self._finalizer = weakref.finalize(self, _close, self._library, self._handle, self._kept, os.getpid())
 
     def start(self, target: str | int, is_write: bool, address: int, pieces: Sequence[Piece], kept: object) -> NativeTransfer:
         array = (_Piece * len(pieces))(*((address + piece.buffer_offset, piece.file_offset, piece.num_bytes, piece.worker,

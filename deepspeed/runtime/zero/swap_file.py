@@ -123,7 +123,7 @@ class _DirectFile:
             self._descriptor = os.open(name, flags | os.O_DIRECT)
         except OSError:
             self._descriptor = os.open(name, flags)
-        self._finalizer = weakref.finalize(self, os.close, self._descriptor)
+        weakref.finalize(self, os.close, self._descriptor)
 
     def fileno(self) -> int:
         return self._descriptor

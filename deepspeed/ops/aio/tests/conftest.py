@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 
 import pytest
 
 from deepspeed.ops.aio.engine import Settings
 from deepspeed.ops.aio.engines import ENGINES, open_engine
+from tests.support.imports import ROOT
 
 
 @pytest.fixture(params=ENGINES)
@@ -19,6 +21,16 @@ def engine(request):
     except OSError as error:
         pytest.skip(str(error))
     return request.param
+
+
+@pytest.fixture
+def run_script(tmp_path):
+    """A function that runs Python code, with arguments, in a process and a folder of its own, and returns how it ended."""
+    def run(code, *arguments):
+        return subprocess.run([sys.executable, "-c", code, *map(str, arguments)], cwd=tmp_path, capture_output=True, text=True,
+                              timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+    return run
 
 
 @pytest.fixture

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import resource
-import subprocess
-import sys
 import textwrap
 import threading
 import weakref
@@ -17,7 +15,6 @@ import torch
 from deepspeed.errors import UsageError
 from deepspeed.ops.aio.engine import Outcome
 from deepspeed.ops.aio.handle import AioHandle
-from tests.support.imports import ROOT
 
 
 def numbered(number: int, numel: int = 2000) -> torch.Tensor:
@@ -78,17 +75,22 @@ def test_a_relative_path_is_that_of_the_call(engine, tmp_path, monkeypatch):
     assert os.listdir(tmp_path / "later") == [] and len(os.listdir(tmp_path)) == 51
 
 
+def assert_kept_until_wait(handle, kept):
+    """kept: a weak reference, to what the operations in flight need and nobody else refers to."""
+    gc.collect()
+    assert kept() is not None
+    handle.wait()
+    gc.collect()
+    assert kept() is None
+
+
 def test_memory_is_kept_until_wait_and_no_longer(engine, tmp_path):
     handle = AioHandle(4096, 2, engine=engine)
     tensor = numbered(7, 500_000)
     gone = weakref.ref(tensor)
     handle.async_pwrite(tensor, str(tmp_path / "file"))
     del tensor
-    gc.collect()
-    assert gone() is not None
-    handle.wait()
-    gc.collect()
-    assert gone() is None
+    assert_kept_until_wait(handle, gone)
     target = torch.zeros(500_000, dtype=torch.int32)
     handle.sync_pread(target, str(tmp_path / "file"))
     assert torch.equal(target, numbered(7, 500_000))
@@ -129,9 +131,8 @@ COLLECTED = textwrap.dedent("""
 
 
 @pytest.mark.skipif(not hasattr(threading, "_maintain_shutdown_locks"), reason="this Python's threads end without such a lock")
-def test_a_handle_is_collected_while_a_thread_starts(tmp_path):
-    run = subprocess.run([sys.executable, "-c", COLLECTED], cwd=tmp_path, capture_output=True, text=True, timeout=60,
-                         env={**os.environ, "PYTHONPATH": str(ROOT)})
+def test_a_handle_is_collected_while_a_thread_starts(run_script, tmp_path):
+    run = run_script(COLLECTED)
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes() == bytes(torch.ones(100_000).numpy())
 
@@ -150,11 +151,7 @@ def test_an_open_file_is_kept_until_it_is_written(engine, tmp_path):
     is_gone = weakref.ref(file)
     handle.async_pwrite(numbered(7, 500_000), file)
     del file
-    gc.collect()
-    assert is_gone() is not None
-    handle.wait()
-    gc.collect()
-    assert is_gone() is None
+    assert_kept_until_wait(handle, is_gone)
     assert (tmp_path / "file").read_bytes() == bytes(numbered(7, 500_000).numpy())
 
 
@@ -175,9 +172,8 @@ EXIT = textwrap.dedent("""
 """)
 
 
-def test_work_in_flight_is_finished_at_exit(engine, tmp_path):
-    run = subprocess.run([sys.executable, "-c", EXIT, engine], cwd=tmp_path, capture_output=True, text=True, timeout=60,
-                         env={**os.environ, "PYTHONPATH": str(ROOT)})
+def test_work_in_flight_is_finished_at_exit(engine, run_script, tmp_path):
+    run = run_script(EXIT, engine)
     assert run.returncode == 0 and run.stderr == ""
     assert (tmp_path / "file").read_bytes() == bytes([7]) * 3_000_000
 

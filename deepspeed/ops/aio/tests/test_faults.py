@@ -7,15 +7,12 @@ import gc
 import logging
 import os
 import re
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
 
 from deepspeed.ops.aio.handle import AioHandle
-from tests.support.imports import ROOT
 
 MEGABYTE = 2**20
 
@@ -173,9 +170,8 @@ LIMITED = textwrap.dedent("""
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_the_limit_on_file_sizes(engine, tmp_path, threads):
-    run = subprocess.run([sys.executable, "-c", LIMITED, engine, str(threads)], cwd=tmp_path, capture_output=True, text=True,
-                         timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)})
+def test_the_limit_on_file_sizes(engine, run_script, threads):
+    run = run_script(LIMITED, engine, threads)
     assert run.returncode == 0, run.stderr
     new_size = run.stdout.split()[4]
     assert run.stdout.split() == ["EFBIG", "EFBIG", "EFBIG", "1", new_size, str(MEGABYTE)]
