@@ -107,8 +107,12 @@ def build_model(arguments: argparse.Namespace) -> GPT:
     model = GPT(SHAPES[arguments.size], arguments.vocab, arguments.seq, arguments.checkpointing)
     if arguments.compile and arguments.engine != "ds":
         for block in model.blocks:
-            block.compile()
+            block.compile(**compile_options(arguments))
     return model
+
+
+def compile_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {"mode": arguments.compile_mode} if arguments.compile_mode else {}
 
 
 def make_ds(arguments: argparse.Namespace, device: torch.device) -> tuple[nn.Module, MicroStep]:
@@ -124,7 +128,7 @@ def make_ds(arguments: argparse.Namespace, device: torch.device) -> tuple[nn.Mod
             model = build_model(arguments)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     if arguments.compile:
-        engine.compile()
+        engine.compile(compile_kwargs=compile_options(arguments))
 
     def micro_step(ids: Tensor, targets: Tensor, ends_step: bool) -> Tensor:
         loss = engine(ids, targets)
@@ -302,8 +306,10 @@ def find_faults(losses: list[float], model: nn.Module, batch_losses_cycle: int) 
 
 
 def _is_whole(parameter: Tensor) -> bool:
-    """This rank holds all of the parameter: neither a DTensor's shard nor one that ZeRO stage 3 released."""
-    return type(parameter.data) is Tensor and not math.isnan(parameter.detach().flatten()[0].item())
+    """This rank holds all of the parameter: neither a DTensor's shard nor one that ZeRO stage 3 released (which is NaN here and
+    has no elements elsewhere)."""
+    return (type(parameter.data) is Tensor and parameter.numel() > 0
+            and not math.isnan(parameter.detach().flatten()[0].item()))
 
 
 def result(arguments: argparse.Namespace, seconds: list[float], losses: list[float], init_seconds: float,
@@ -345,6 +351,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--nvme-path", default="/tmp/nvme")
     parser.add_argument("--checkpointing", "--ckpt", action="store_true", help="recompute activations in backward")
     parser.add_argument("--compile", action="store_true", help="compile each block")
+    parser.add_argument("--compile-mode", default="", help="mode of torch.compile, such as reduce-overhead for CUDA graphs")
     parser.add_argument("--no-overlap", action="store_true", help="ds: overlap_comm false")
     parser.add_argument("--zero-init", action="store_true", help="ds: construct the model under zero.Init")
     parser.add_argument("--extra", default="{}", help="ds: JSON merged into zero_optimization")
