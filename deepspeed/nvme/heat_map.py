@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 
 from deepspeed.errors import UsageError
@@ -9,15 +10,20 @@ from deepspeed.nvme.best import Point
 from deepspeed.nvme.options import parse_size
 
 
+def check_can_draw() -> None:
+    """Raises: UsageError without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib: pip install 'deepspeed[plots]'")
+
+
 def draw_heat_map(speeds: Mapping[str, Mapping[Point, float]], path: str) -> None:
     """Write a picture with one map for each operation; a cell shows the best GB/s of all settings with its two values.
 
     path: ends in .png, .svg or another format of matplotlib. Raises: UsageError without matplotlib or without results.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError("--plot needs matplotlib: pip install 'deepspeed[plots]'") from error
+    check_can_draw()
+    from matplotlib.figure import Figure  # optional, so imported where it is used
+
     if not speeds:
         raise UsageError("there are no results to plot; the logs tell why")
     figure = Figure(figsize=(4.5 * len(speeds), 4), layout="constrained")
@@ -27,7 +33,8 @@ def draw_heat_map(speeds: Mapping[str, Mapping[Point, float]], path: str) -> Non
         cells = [[_best(results, block, depth) for depth in columns] for block in rows]
         image = axes.imshow(cells, aspect="auto", origin="lower")
         for row, column in ((row, column) for row in range(len(rows)) for column in range(len(columns))):
-            axes.text(column, row, f"{cells[row][column]:.2f}", ha="center", va="center", color="white")
+            color = "black" if image.norm(cells[row][column]) > 0.7 else "white"  # on yellow, on blue
+            axes.text(column, row, f"{cells[row][column]:.2f}", ha="center", va="center", color=color)
         axes.set(title=f"{operation}, GB/s", xlabel="queue depth", ylabel="block size",
                  xticks=range(len(columns)), xticklabels=columns, yticks=range(len(rows)), yticklabels=rows)
         figure.colorbar(image, ax=axes)

@@ -18,12 +18,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.nvme.best import LOG_FOLDER, Point, generate_main, read_speeds
 from deepspeed.nvme.ds_io import report
+from deepspeed.nvme.heat_map import check_can_draw, draw_heat_map
 from deepspeed.nvme.measure import drop_page_cache, measure, remove_files
 from deepspeed.nvme.options import IoOptions, Place, parse_size, show_size
 from deepspeed.utils.logging import logger as package_logger
 
 logger = logging.getLogger(__name__)
 
+HEAT_MAP = "heat_map.png"
 DEFAULT_SWEEP = {
     "block_size": ["1M", "8M"],
     "queue_depth": [32, 128],
@@ -51,8 +53,9 @@ def parse_sweep_arguments(args: Sequence[str] | None = None) -> argparse.Namespa
                         help="Output directory for performance log files. Default is ./_aio_bench_logs")
     parser.add_argument("--loops", type=int, default=1, help="Count of operation repetitions")
     parser.add_argument("--verbose", action="store_true", help="Print debugging information.")
-    parser.add_argument("--plot", metavar="FILE",
-                        help="Write a heat map of speed over block size and queue depth (needs matplotlib).")
+    parser.add_argument("--plot", metavar="FILE", nargs="?", const="",
+                        help=f"Write a heat map of speed over block size and queue depth (needs matplotlib); {HEAT_MAP} in "
+                             "--log_dir if no file is named.")
     options = parser.parse_args(args)
     if options.no_read and options.no_write:
         parser.error("--no_read and --no_write leave nothing to measure")
@@ -143,11 +146,11 @@ def main(args: Sequence[str] | None = None) -> int:
     options = parse_sweep_arguments(args)
     print(f"Running DeepNVMe performance tuning on {options.nvme_dir}")
     try:
+        if options.plot is not None:
+            check_can_draw()  # before the sweep, which takes minutes
         sweep_main(options)
-        if options.plot:
-            from deepspeed.nvme.heat_map import draw_heat_map
-
-            draw_heat_map(read_speeds(options.log_dir), options.plot)
+        if options.plot is not None:
+            draw_heat_map(read_speeds(options.log_dir), options.plot or str(Path(options.log_dir, HEAT_MAP)))
     except (OSError, DeepSpeedError) as error:
         print(f"ds_nvme_tune: {error}", file=sys.stderr)
         return 1

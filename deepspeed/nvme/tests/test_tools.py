@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -181,6 +182,17 @@ def test_wrong_sweep_configurations(tmp_path, text, match):
     with pytest.raises(UsageError, match=match):
         read_points(str(tmp_path / "sweep.json"))
     assert main(["--nvme_dir", str(tmp_path), "--sweep_config", str(tmp_path / "sweep.json")]) == 1
+
+
+def test_heat_map_lies_beside_the_logs_unless_a_file_is_named(sweep, tmp_path):
+    assert main([*sweep, "--plot"]) == 0
+    assert (tmp_path / "logs" / "heat_map.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_is_measured_for_a_picture_that_cannot_be_drawn(sweep, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main([*sweep, "--plot"]) == 1
+    assert "--plot needs matplotlib" in capsys.readouterr().err and not (tmp_path / "logs").exists()
 
 
 def test_nothing_to_measure():
