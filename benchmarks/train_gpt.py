@@ -141,10 +141,11 @@ def make_ds(arguments: argparse.Namespace, device: torch.device) -> tuple[nn.Mod
 
 def ds_config(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the configuration; `--extra` goes into zero_optimization, `--config` on top of everything."""
-    zero: dict[str, Any] = {
-        "stage": arguments.stage, "overlap_comm": not arguments.no_overlap, "contiguous_gradients": True,
-        "reduce_bucket_size": 200_000_000, "allgather_bucket_size": 200_000_000}
-    if arguments.stage == 3:
+    zero: dict[str, Any] = {"stage": arguments.stage}
+    if not arguments.stage_only:
+        zero |= {"overlap_comm": not arguments.no_overlap, "contiguous_gradients": True,
+                 "reduce_bucket_size": 200_000_000, "allgather_bucket_size": 200_000_000}
+    if arguments.stage == 3 and not arguments.stage_only:
         zero |= {"stage3_prefetch_bucket_size": 100_000_000, "stage3_param_persistence_threshold": 100_000}
     if arguments.offload in ("cpu", "param+cpu"):
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
@@ -353,6 +354,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="compile each block")
     parser.add_argument("--compile-mode", default="", help="mode of torch.compile, such as reduce-overhead for CUDA graphs")
     parser.add_argument("--no-overlap", action="store_true", help="ds: overlap_comm false")
+    parser.add_argument("--stage-only", action="store_true",
+                        help="ds: no sizes that are usual for upstream; only what offloads beside the stage")
     parser.add_argument("--zero-init", action="store_true", help="ds: construct the model under zero.Init")
     parser.add_argument("--extra", default="{}", help="ds: JSON merged into zero_optimization")
     parser.add_argument("--config", default="{}", help="ds: JSON merged into the configuration")
