@@ -20,8 +20,8 @@ from rich.table import Column, Table
 from deepspeed.errors import UsageError
 from deepspeed.runtime.config_cli import rank_count
 from deepspeed.runtime.config_loading import load_config
-from deepspeed.runtime.memory_page import gib, page
-from deepspeed.runtime.memory_sizes import CATEGORIES
+from deepspeed.runtime.memory_page import page
+from deepspeed.runtime.memory_sizes import CATEGORIES, gib
 from deepspeed.runtime.placement_search import DEVICE, DISK, HOST, Budget, Found, Placed, PlacementSearch, Speeds
 from deepspeed.runtime.planned_model import PlannedModel
 

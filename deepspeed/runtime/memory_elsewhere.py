@@ -68,6 +68,17 @@ def host_bytes(buckets: Sequence[BucketSize], policy: OffloadPolicy, state_value
     return total
 
 
+def second_copies_bytes(buckets: Sequence[BucketSize], policy: OffloadPolicy, state_values: int) -> int:
+    """Return the most host memory that updates which begin during backward write into, beside what `host_bytes` counts: every
+    bucket's new master, state and rounded weights. Copies are made only while memory is free (see SpeculativeOnHost)."""
+    if not policy.plan.speculates:
+        return 0
+    taken = _locked if policy.is_gpu and (policy.plan.pins_state or policy.plan.pins_shard) else int
+    return sum(bucket.master_bytes + state_values * bucket.state_numel * bucket.dtypes.master.itemsize
+               + (taken(bucket.shard_bytes) if bucket.dtypes.master != bucket.dtypes.param else 0)
+               for bucket in buckets if bucket.is_trainable and bucket.placement.state is Medium.HOST)
+
+
 def disk_bytes(buckets: Sequence[BucketSize], state_values: int) -> Counter[str]:
     """Return the bytes in files, by category."""
     total: Counter[str] = Counter()

@@ -5,10 +5,11 @@ from collections import Counter
 from html import escape
 
 from deepspeed.runtime.memory_plan import MemoryPlan
-from deepspeed.runtime.memory_sizes import ACTIVATIONS, GATHERED, GRADIENTS, MASTERS, STAGING, STATE, UPDATE, WEIGHTS
+from deepspeed.runtime.memory_sizes import (
+    ACTIVATIONS, GATHERED, GRADIENTS, MASTERS, STAGING, STATE, UPDATE, WEIGHTS, gib,
+)
 from deepspeed.utils.page import bar, document, legend
 
-GIB = 2 ** 30
 _COLORS = {STATE: "#2f6db5", MASTERS: "#6aa3e0", WEIGHTS: "#3d8f5f", GRADIENTS: "#c26a1c", GATHERED: "#7fbf98",
            STAGING: "#e0a35f", UPDATE: "#8a8a8a", ACTIVATIONS: "#9b59b6"}
 
@@ -23,11 +24,6 @@ def page(title: str, memory: MemoryPlan) -> str:
                         for place, held in (("host memory", memory.host), ("files", memory.disk)) if held.total())
     return document(title, f"<p>Most: {gib(peak.total)}, in the {escape(peak.name)}.</p>{elsewhere}{notes}\n"
                            f"{legend(_COLORS)}\n<table>\n{chr(10).join(rows)}\n</table>")
-
-
-def gib(count: int) -> str:
-    """Return bytes as text."""
-    return f"{count / GIB:.2f} GiB" if count >= GIB // 100 else f"{count / 2 ** 20:.2f} MiB"
 
 
 def _row(name: str, held: Counter[str], widest: int, is_peak: bool = False) -> str:

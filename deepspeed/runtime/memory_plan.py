@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from deepspeed.runtime.memory_elsewhere import OffloadPolicy, disk_bytes, host_bytes
+from deepspeed.runtime.memory_elsewhere import OffloadPolicy, disk_bytes, host_bytes, second_copies_bytes
 from deepspeed.runtime.memory_sizes import (
-    ACTIVATIONS, GATHERED, GRADIENTS, MASTERS, STAGING, STATE, UPDATE, WEIGHTS, BucketSize, bucket_sizes,
+    ACTIVATIONS, GATHERED, GRADIENTS, MASTERS, STAGING, STATE, UPDATE, WEIGHTS, BucketSize, bucket_sizes, gib,
 )
 from deepspeed.runtime.optimizers import (
     ASSUMED_STATE_VALUES, is_elementwise, is_host_optimizer, keeps_known_state, state_values,
@@ -72,12 +72,14 @@ class Moment:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The answer, in bytes by category. kept: on the device between steps. host: in host memory. disk: on disk."""
+    """The answer, in bytes by category. kept: on the device between steps. host: in host memory. disk: on disk. second_copies:
+    at most this much more of host memory, and only while it is free (see `second_copies_bytes`)."""
 
     kept: Counter[str]
     host: Counter[str]
     disk: Counter[str]
     moments: tuple[Moment, ...]
+    second_copies: int = 0
     notes: tuple[str, ...] = ()
 
     @property
@@ -133,7 +135,10 @@ def predict(buckets: Sequence[BucketSize], policy: StepPolicy, segments: Sequenc
                     *(Segment("backward", buckets[index].name, (index,)) for index, in reversed(order))]
     step = _Step(buckets, policy, segments, whole_bytes)
     moments = step.run()
-    return MemoryPlan(step.between_steps(), *step.elsewhere(), tuple(moments), tuple(notes))
+    copies = second_copies_bytes(buckets, policy.offload, policy.state_values)
+    if copies:
+        notes = [*notes, f"super_offload takes up to {gib(copies)} of host memory more, for second copies, while it is free"]
+    return MemoryPlan(step.between_steps(), *step.elsewhere(), tuple(moments), copies, tuple(notes))
 
 
 class _Step:

@@ -14,6 +14,13 @@ STAGING, GATHERED, UPDATE, ACTIVATIONS = "gradient staging", "gathered weights",
 TRANSFER = "transfer buffers"
 CATEGORIES = (STATE, MASTERS, WEIGHTS, GRADIENTS, GATHERED, STAGING, TRANSFER, UPDATE, ACTIVATIONS)
 
+GIB = 2 ** 30
+
+
+def gib(count: int) -> str:
+    """Return bytes as text."""
+    return f"{count / GIB:.2f} GiB" if count >= GIB // 100 else f"{count / 2 ** 20:.2f} MiB"
+
 
 @dataclass(frozen=True)
 class BucketSize:

@@ -26,9 +26,9 @@ from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.runtime import fit_cli
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_cli import rank_count
-from deepspeed.runtime.memory_page import gib, page
+from deepspeed.runtime.memory_page import page
 from deepspeed.runtime.memory_plan import MemoryPlan
-from deepspeed.runtime.memory_sizes import CATEGORIES
+from deepspeed.runtime.memory_sizes import CATEGORIES, gib
 from deepspeed.runtime.planned_model import PlannedModel
 
 
@@ -108,7 +108,8 @@ def _print(title: str, memory: MemoryPlan) -> None:
 def _as_json(memory: MemoryPlan) -> dict[str, Any]:
     peak = memory.peak
     return {"between_steps": dict(+memory.kept), "peak": {"moment": peak.name, "total": peak.total, **dict(+peak.device)},
-            "host": dict(+memory.host), "disk": dict(+memory.disk), "notes": list(memory.notes),
+            "host": dict(+memory.host), "disk": dict(+memory.disk), "second_copies": memory.second_copies,
+            "notes": list(memory.notes),
             "moments": [{"name": moment.name, "total": moment.total, **dict(+moment.device)} for moment in memory.moments]}
 
 

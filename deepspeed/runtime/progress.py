@@ -5,7 +5,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.memory_page import gib
+from deepspeed.runtime.memory_sizes import gib
 from deepspeed.runtime.memory_plan import plan_memory
 from deepspeed.utils.logging import set_log_level_from_string, write_report
 
@@ -47,7 +47,8 @@ def _memory_rows(engine: DeepSpeedEngine) -> list[tuple[str, str]]:
     rows = [("memory per rank", f"{gib(memory.kept.total())} between steps; at most {gib(memory.peak.total)} and the "
                                 f"activations, in the {memory.peak.name}")]
     if memory.host.total():
-        rows.append(("host memory per rank", gib(memory.host.total())))
+        more = f", and while it is free {gib(memory.second_copies)} for second copies" if memory.second_copies else ""
+        rows.append(("host memory per rank", gib(memory.host.total()) + more))
     return rows
 
 

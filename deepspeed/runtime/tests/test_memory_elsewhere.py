@@ -1,6 +1,7 @@
 """Predicted bytes in host memory and on a disk are those that the engine's parts have there; what moves follows from them."""
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from deepspeed.runtime.memory_plan import plan_memory
 from deepspeed.runtime.memory_sizes import BucketSize
 from deepspeed.runtime.policies import BucketDtypes, DiskPlan, Medium, OffloadPlan, Placement
 from deepspeed.runtime.tests.test_memory_plan import WIDTH, Stack, config
+from deepspeed.runtime.zero.tests.test_speculative_update import wait_for_guesses
 from tests.support.pool import distributed
 
 CPU = {"device": "cpu"}
@@ -71,6 +73,32 @@ def test_bytes_elsewhere(stage: int, kind: str, precision: str, tmp_path: Path) 
         assert host <= predicted.host.total() <= host + 20 * 4096
     else:
         assert predicted.host.total() == host
+
+
+@distributed([1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage, kind", [(2, "state"), (3, "half"), (3, "both")])
+def test_bytes_of_second_copies(stage: int, kind: str, precision: str, tmp_path: Path) -> None:
+    """As many as there are when every update is done before the step; none is part of the sum."""
+    zero = zero_of(kind, tmp_path)
+    zero["offload_optimizer"] = {**zero["offload_optimizer"], "super_offload": True}
+    engine = deepspeed.initialize(model=Stack(), config={**config(stage, precision, 1, **zero),
+                                                         "optimizer": {"type": "AdamW", "params": {}}})[0]
+    for _ in range(2):  # the first teaches the slots
+        engine.backward(engine(torch.ones(2, WIDTH, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)))
+        wait_for_guesses(engine)
+        engine.step()
+    engine.optimizer.settle()
+    spare = itertools.chain.from_iterable(
+        copies for apply in set(engine.optimizer._speculative.values()) for copies in apply._spare.values())
+    tensors = [tensor for copy in spare for tensor in (copy.master, copy.rounded, *itertools.chain.from_iterable(copy.states))]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+                for tensor in tensors if tensor is not None}
+    predicted = plan_memory(engine.plan, [bucket.spec for bucket in engine._parts.buckets], engine.basic_optimizer,
+                            engine.module, rank=engine.global_rank, is_gpu=False)
+    assert 0 < predicted.second_copies == sum(storages.values())
+    assert predicted.host.total() == held_elsewhere(engine)[0]
+    assert [note for note in predicted.notes if "super_offload" in note]
 
 
 BF16 = BucketDtypes(torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.float32)
