@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -222,10 +222,10 @@ class StreamWire:
 
 @dataclass(frozen=True)
 class WireStreams:
-    """The side streams of one engine on a GPU."""
+    """The side streams of one engine on a GPU. Gathers go first, since computation waits for them."""
 
-    gather: torch.cuda.Stream
-    reduce: torch.cuda.Stream
+    gather: torch.cuda.Stream = field(default_factory=lambda: torch.cuda.Stream(priority=-1))
+    reduce: torch.cuda.Stream = field(default_factory=lambda: torch.cuda.Stream())
 
 
 def _own_chunk(full: torch.Tensor, group: Group) -> torch.Tensor:

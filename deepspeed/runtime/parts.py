@@ -235,7 +235,7 @@ def _wire_factory(plan: Plan, is_on_gpu: bool, consistency: RankConsistency) -> 
     """Return what builds a wire: over streams when the parameters compute on a GPU, over the host otherwise."""
     if not is_on_gpu:
         return lambda pair, scale: HostWire(pair, scale, consistency, plan.gather_method)
-    streams = WireStreams(torch.cuda.Stream(priority=-1), torch.cuda.Stream())
+    streams = WireStreams()
 
     def make(pair: GroupPair, scale: ReduceScale) -> Wire:
         gathers = pair.shard.duplicate(f"{pair.shard.name} gathers")

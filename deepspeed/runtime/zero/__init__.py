@@ -1,11 +1,9 @@
 """ZeRO: parameters, gradients and optimizer state sharded over the data-parallel ranks. Names load at first use."""
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from deepspeed.utils.lazy_names import lazy_names
 
-# Public name -> module that defines it.
-_EXPORTS = {
+__getattr__, __dir__ = lazy_names(__name__, {
     "Init": "init",
     "DeepSpeedTensorOverride": "init",
     "GatheredParameters": "gathered",
@@ -17,16 +15,4 @@ _EXPORTS = {
     "MiCS_Init": "mics",
     "TiledLinear": "tiling",
     "TiledLinearReturnBias": "tiling",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_EXPORTS})
+})

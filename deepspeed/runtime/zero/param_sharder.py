@@ -149,8 +149,7 @@ def single_rank_group(name: str) -> Group:
 def _make_wire(pair: GroupPair, device: torch.device, consistency: RankConsistency) -> Wire:
     if device.type != "cuda":
         return HostWire(pair, ReduceScale(), consistency)
-    streams = WireStreams(torch.cuda.Stream(priority=-1), torch.cuda.Stream())
-    return StreamWire(pair, ReduceScale(), pair.shard, streams)
+    return StreamWire(pair, ReduceScale(), pair.shard, WireStreams())
 
 
 def _agreed_already(_: torch.Tensor) -> None:
