@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 
 import pytest
@@ -35,6 +36,15 @@ def living_bytes() -> int:
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def settled_bytes() -> int:
+    """Return the least of some measurements: gloo's threads may hold a collective's tensors a tenth of a second after it."""
+    measured = []
+    for _ in range(5):
+        measured.append(living_bytes())
+        time.sleep(0.1)
+    return min(measured)
 
 
 @distributed([2, 4])
@@ -78,7 +88,7 @@ def test_steady_state_allocates_nothing(stage: int) -> None:
     for _ in range(6):
         engine.backward(engine(torch.ones(1, WIDTH)))
         engine.step()
-        seen.append(living_bytes())
+        seen.append(settled_bytes())
     assert seen[3] == seen[4] == seen[5]
 
 
