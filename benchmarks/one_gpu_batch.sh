@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Times the package on one GPU, offloading above all, in about eight minutes; LARGEST=1 adds five for 17 billion parameters.
+# Times the package on one GPU, offloading above all, in about a quarter of an hour; LARGEST=1 adds five minutes for 17 billion
+# parameters.
 #
 #   OUT=folder [PEER_PATH=folder] benchmarks/one_gpu_batch.sh
 #
