@@ -26,11 +26,13 @@ run ddp 60 "$ours" --engine ddp "${small[@]}"
 run zero1 60 "$ours" --engine ds --stage-only --stage 1 "${small[@]}"
 run fsdp2 60 "$ours" --engine fsdp2 --stage 3 "${small[@]}"
 run zero3 60 "$ours" --engine ds --stage-only --stage 3 "${small[@]}"
-run fsdp2-accumulation 90 "$ours" --engine fsdp2 --stage 2 --size 1b --mbs 8 --gas 8 --warmup 2 --steps 5
-run zero1-accumulation 90 "$ours" --engine ds --stage-only --stage 1 --size 1b --mbs 8 --gas 8 --warmup 2 --steps 5
-run zero2-accumulation 90 "$ours" --engine ds --stage-only --stage 2 --size 1b --mbs 8 --gas 8 --warmup 2 --steps 5
+accumulated=(--size 1b --mbs 8 --gas 8 --warmup 2 --steps 5)
+run fsdp2-accumulation 90 "$ours" --engine fsdp2 --stage 2 "${accumulated[@]}"
+run zero1-accumulation 90 "$ours" --engine ds --stage-only --stage 1 "${accumulated[@]}"
+run zero2-accumulation 90 "$ours" --engine ds --stage-only --stage 2 "${accumulated[@]}"
 run fsdp2-compiled 60 "$ours" --engine fsdp2 --stage 3 --compile "${small[@]}"
 run zero1-compiled 60 "$ours" --engine ds --stage-only --stage 1 --compile "${small[@]}"
+
 # 6.9 billion parameters on one GPU: FSDP2 has room for two sequences, this package for four
 large=(--size 7b --stage 3 --compile --warmup 3 --steps 6)
 run large-fsdp2-compiled 130 "$ours" --engine fsdp2 --mbs 2 "${large[@]}"
@@ -46,8 +48,8 @@ for round in 1 2; do
     run_peer "host-peer-zero$stage-$round" 60 --engine ds --stage "$stage" "${tiny[@]}"
     run "host-zero$stage-$round" 40 "$ours" --engine ds --stage-only --stage "$stage" "${tiny[@]}"
   done
-  run "host-ddp-graphs-$round" 60 "$ours" --engine ddp --compile --compile-mode reduce-overhead "${tiny[@]}"
-  run "host-zero1-graphs-$round" 60 "$ours" --engine ds --stage-only --stage 1 --compile --compile-mode reduce-overhead "${tiny[@]}"
+  run "host-ddp-graphs-$round" 60 "$ours" --engine ddp --compile reduce-overhead "${tiny[@]}"
+  run "host-zero1-graphs-$round" 60 "$ours" --engine ds --stage-only --stage 1 --compile reduce-overhead "${tiny[@]}"
 done
 run host-zero1-profile 60 "$ours" --engine ds --stage-only --stage 1 "${tiny[@]}" --profile "$out"
 

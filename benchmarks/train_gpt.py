@@ -107,12 +107,8 @@ def build_model(arguments: argparse.Namespace) -> GPT:
     model = GPT(SHAPES[arguments.size], arguments.vocab, arguments.seq, arguments.checkpointing)
     if arguments.compile and arguments.engine != "ds":
         for block in model.blocks:
-            block.compile(**compile_options(arguments))
+            block.compile(mode=arguments.compile)
     return model
-
-
-def compile_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {"mode": arguments.compile_mode} if arguments.compile_mode else {}
 
 
 def make_ds(arguments: argparse.Namespace, device: torch.device) -> tuple[nn.Module, MicroStep]:
@@ -128,7 +124,7 @@ def make_ds(arguments: argparse.Namespace, device: torch.device) -> tuple[nn.Mod
             model = build_model(arguments)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     if arguments.compile:
-        engine.compile(compile_kwargs=compile_options(arguments))
+        engine.compile(compile_kwargs={"mode": arguments.compile})
 
     def micro_step(ids: Tensor, targets: Tensor, ends_step: bool) -> Tensor:
         loss = engine(ids, targets)
@@ -145,8 +141,8 @@ def ds_config(arguments: argparse.Namespace) -> dict[str, Any]:
     if not arguments.stage_only:
         zero |= {"overlap_comm": not arguments.no_overlap, "contiguous_gradients": True,
                  "reduce_bucket_size": 200_000_000, "allgather_bucket_size": 200_000_000}
-    if arguments.stage == 3 and not arguments.stage_only:
-        zero |= {"stage3_prefetch_bucket_size": 100_000_000, "stage3_param_persistence_threshold": 100_000}
+        if arguments.stage == 3:
+            zero |= {"stage3_prefetch_bucket_size": 100_000_000, "stage3_param_persistence_threshold": 100_000}
     if arguments.offload in ("cpu", "param+cpu"):
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if arguments.offload == "nvme":
@@ -351,8 +347,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--offload", choices=["none", "cpu", "param+cpu", "nvme"], default="none", help="ds only")
     parser.add_argument("--nvme-path", default="/tmp/nvme")
     parser.add_argument("--checkpointing", "--ckpt", action="store_true", help="recompute activations in backward")
-    parser.add_argument("--compile", action="store_true", help="compile each block")
-    parser.add_argument("--compile-mode", default="", help="mode of torch.compile, such as reduce-overhead for CUDA graphs")
+    parser.add_argument("--compile", nargs="?", const="default", metavar="MODE",
+                        help="compile each block, in a mode of torch.compile, such as reduce-overhead for CUDA graphs")
     parser.add_argument("--no-overlap", action="store_true", help="ds: overlap_comm false")
     parser.add_argument("--stage-only", action="store_true",
                         help="ds: no sizes that are usual for upstream; only what offloads beside the stage")
@@ -364,6 +360,8 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if min(arguments.steps, arguments.mbs, arguments.gas, arguments.seq) < 1 or arguments.warmup < 0:
         parser.error("--steps, --mbs, --gas and --seq must be at least 1, --warmup at least 0")
+    if arguments.no_overlap and arguments.stage_only:
+        parser.error("--no-overlap is a key beside the stage, which --stage-only leaves out")
     return arguments
 
 

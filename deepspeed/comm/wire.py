@@ -225,7 +225,7 @@ class WireStreams:
     """The side streams of one engine on a GPU. Gathers go first, since computation waits for them."""
 
     gather: torch.cuda.Stream = field(default_factory=lambda: torch.cuda.Stream(priority=-1))
-    reduce: torch.cuda.Stream = field(default_factory=lambda: torch.cuda.Stream())
+    reduce: torch.cuda.Stream = field(default_factory=torch.cuda.Stream)
 
 
 def _own_chunk(full: torch.Tensor, group: Group) -> torch.Tensor:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from deepspeed.errors import UsageError
 from deepspeed.nvme.best import Point
 from deepspeed.nvme.options import parse_size
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-def check_can_draw() -> None:
-    """Raises: UsageError without matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib: pip install 'deepspeed[plots]'")
+
+def load_figure() -> type[Figure]:
+    """Return matplotlib's class, which is optional. Raises: UsageError without it."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError("--plot needs matplotlib: pip install 'deepspeed[plots]'") from error
+    return Figure
 
 
 def draw_heat_map(speeds: Mapping[str, Mapping[Point, float]], path: str) -> None:
@@ -21,12 +27,10 @@ def draw_heat_map(speeds: Mapping[str, Mapping[Point, float]], path: str) -> Non
 
     path: ends in .png, .svg or another format of matplotlib. Raises: UsageError without matplotlib or without results.
     """
-    check_can_draw()
-    from matplotlib.figure import Figure  # optional, so imported where it is used
-
+    figure_class = load_figure()
     if not speeds:
         raise UsageError("there are no results to plot; the logs tell why")
-    figure = Figure(figsize=(4.5 * len(speeds), 4), layout="constrained")
+    figure = figure_class(figsize=(4.5 * len(speeds), 4), layout="constrained")
     for axes, (operation, results) in zip(figure.subplots(1, len(speeds), squeeze=False)[0], speeds.items()):
         rows = sorted({point.block_size for point in results}, key=parse_size)
         columns = sorted({point.queue_depth for point in results})

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.nvme.best import LOG_FOLDER, Point, generate_main, read_speeds
 from deepspeed.nvme.ds_io import report
-from deepspeed.nvme.heat_map import check_can_draw, draw_heat_map
+from deepspeed.nvme.heat_map import draw_heat_map, load_figure
 from deepspeed.nvme.measure import drop_page_cache, measure, remove_files
 from deepspeed.nvme.options import IoOptions, Place, parse_size, show_size
 from deepspeed.utils.logging import logger as package_logger
@@ -147,7 +147,7 @@ def main(args: Sequence[str] | None = None) -> int:
     print(f"Running DeepNVMe performance tuning on {options.nvme_dir}")
     try:
         if options.plot is not None:
-            check_can_draw()  # before the sweep, which takes minutes
+            load_figure()  # before the sweep, which takes minutes
         sweep_main(options)
         if options.plot is not None:
             draw_heat_map(read_speeds(options.log_dir), options.plot or str(Path(options.log_dir, HEAT_MAP)))

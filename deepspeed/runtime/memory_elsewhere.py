@@ -29,6 +29,10 @@ class OffloadPolicy:
     updates_in_one_pass: bool = True
     updates_by_bucket: bool = True
 
+    def taken(self, num_bytes: int) -> int:
+        """Return the memory of a host tensor that is copied to or from the device (see parts._build_buckets)."""
+        return _locked(num_bytes) if self.is_gpu and (self.plan.pins_state or self.plan.pins_shard) else num_bytes
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -40,8 +44,7 @@ class Traffic:
 
 def host_bytes(buckets: Sequence[BucketSize], policy: OffloadPolicy, state_values: int, accumulates: bool) -> Counter[str]:
     """Return the bytes in host memory, by category. state_values: per element. accumulates: see StepPolicy."""
-    offload, total = policy.plan, Counter[str]()
-    taken = _locked if policy.is_gpu and (offload.pins_state or offload.pins_shard) else int  # see parts._build_buckets
+    offload, taken, total = policy.plan, policy.taken, Counter[str]()
     for bucket in buckets:
         place = bucket.placement
         if bucket.is_sharded and place.shard is Medium.HOST and not bucket.shard_is_master:
@@ -73,9 +76,8 @@ def second_copies_bytes(buckets: Sequence[BucketSize], policy: OffloadPolicy, st
     bucket's new master, state and rounded weights. Copies are made only while memory is free (see SpeculativeOnHost)."""
     if not policy.plan.speculates:
         return 0
-    taken = _locked if policy.is_gpu and (policy.plan.pins_state or policy.plan.pins_shard) else int
     return sum(bucket.master_bytes + state_values * bucket.state_numel * bucket.dtypes.master.itemsize
-               + (taken(bucket.shard_bytes) if bucket.dtypes.master != bucket.dtypes.param else 0)
+               + (policy.taken(bucket.shard_bytes) if bucket.dtypes.master != bucket.dtypes.param else 0)
                for bucket in buckets if bucket.is_trainable and bucket.placement.state is Medium.HOST)
 
 

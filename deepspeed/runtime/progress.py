@@ -5,8 +5,8 @@ import logging
 from typing import TYPE_CHECKING
 
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.memory_sizes import gib
 from deepspeed.runtime.memory_plan import plan_memory
+from deepspeed.runtime.memory_sizes import gib
 from deepspeed.utils.logging import set_log_level_from_string, write_report
 
 if TYPE_CHECKING:

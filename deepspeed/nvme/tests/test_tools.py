@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import re
+import sys
 
 import pytest
 import torch
@@ -190,7 +190,7 @@ def test_heat_map_lies_beside_the_logs_unless_a_file_is_named(sweep, tmp_path):
 
 
 def test_nothing_is_measured_for_a_picture_that_cannot_be_drawn(sweep, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main([*sweep, "--plot"]) == 1
     assert "--plot needs matplotlib" in capsys.readouterr().err and not (tmp_path / "logs").exists()
 
